@@ -25,7 +25,7 @@ from ckptkit.cli.demo_job import (
 )
 from ckptkit.cli.exits import CORRUPT, OK, PEER
 from ckptkit.cli.options import command
-from ckptkit.cli.output import answer, emit
+from ckptkit.cli.output import Reply, emit
 
 import ckptkit
 from ckptkit.errors import AlreadyExistsError
@@ -38,7 +38,7 @@ _ARRAY = "model/embed_tokens.weight"
 )
 @click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.pass_context
-def demo(ctx: click.Context, folder: Path | None, *, as_json: bool) -> int:
+def demo(ctx: click.Context, folder: Path | None) -> Reply:
     """Do everything once, on something small.
 
     Writes a sharded checkpoint as 8 writers would, shows it, verifies it, opens it with plain zarr,
@@ -46,7 +46,7 @@ def demo(ctx: click.Context, folder: Path | None, *, as_json: bool) -> int:
     printed before it runs. All of it is removed at the end, unless DIR says where to leave it.
     """
     with _place(folder) as place:
-        stage = Performance(ctx.find_root().command, quiet=as_json)
+        stage = Performance(ctx.find_root().command, quiet=ctx.params["as_json"])
         run, plain, resharded = (str(place / name) for name in ("run", "plain", "resharded"))
         ckpt, check = stage.ckpt, stage.check
         stage.say(f"# 8 processes save steps 100 and 200, each its own part ({STRATEGY})")
@@ -94,8 +94,7 @@ def demo(ctx: click.Context, folder: Path | None, *, as_json: bool) -> int:
     ok = all(each["ok"] for each in stage.checks)
     where = str(folder.absolute()) if folder else None
     document = {"folder": where, "ok": ok, "commands": stage.commands, "checks": stage.checks}
-    answer(document, (), as_json=as_json)
-    return OK if ok else CORRUPT
+    return Reply(document, code=OK if ok else CORRUPT)
 
 
 class Performance:

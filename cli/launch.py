@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 from functools import partial
+from typing import Any
 
 import click
 from ckptkit.cli.exits import OK, PEER
-from ckptkit.cli.options import command
-from ckptkit.cli.output import answer, printing
+from ckptkit.cli.options import command, option
+from ckptkit.cli.output import Reply, printing
 
 from ckptkit.errors import PeerError, UsageError
 
@@ -22,52 +23,39 @@ from ckptkit.errors import PeerError, UsageError
     codes=[PEER],
 )
 @click.argument("program", metavar="[--] PROGRAM [ARGS]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
-@click.option(
-    "--nproc-per-node",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Ranks on this machine.",
+@option("-m", "PROGRAM is a module, as for python -m.", into="is_module")
+@option("--nproc-per-node N", "Ranks on this machine.", least=1, default=1)
+@option("--nnodes N[:M]", "Machines: how many, or from N to M.", into="nodes", default="1")
+@option(
+    "--rdzv-endpoint HOST:PORT",
+    "Where machines meet.",
+    into="endpoint",
+    default="",
+    show_default=False,
 )
-@click.option(
-    "--nnodes",
-    "nodes",
-    metavar="N[:M]",
-    default="1",
-    show_default=True,
-    help="Machines: how many, or from N to M.",
+@option(
+    "--rdzv-id ID",
+    "Tells jobs with one endpoint apart.",
+    into="run_id",
+    default="",
+    show_default=False,
 )
-@click.option("--rdzv-endpoint", "endpoint", metavar="HOST:PORT", help="Where machines meet.")
-@click.option("--rdzv-id", "run_id", metavar="ID", help="Tells jobs with one endpoint apart.")
-@click.option(
+@option(
     "--backend",
+    "What ckptkit.parallel.init() takes; mpi starts the ranks by mpirun.",
     type=click.Choice(["auto", "gloo", "nccl", "mpi"]),
     default="auto",
-    show_default=True,
-    help="What ckptkit.parallel.init() takes; mpi starts the ranks by mpirun.",
 )
-@click.option(
-    "--max-restarts",
-    metavar="N",
-    type=click.IntRange(min=0),
+@option(
+    "--max-restarts N",
+    "How often all ranks start again after a failure.",
+    least=0,
     default=0,
-    show_default=True,
-    help="How often all ranks start again after a failure.",
 )
-def launch(  # noqa: PLR0913 - one for each option
-    program: tuple[str, ...],
-    nodes: str,
-    endpoint: str | None,
-    run_id: str | None,
-    *,
-    is_module: bool,
-    nproc_per_node: int,
-    backend: str,
-    max_restarts: int,
-    as_json: bool,
-) -> int:
+@click.pass_context
+def launch(
+    ctx: click.Context, /, program: tuple[str, ...], *, is_module: bool, **given: Any
+) -> Reply:
     """Run a training as the ranks of a job.
 
     Each line that a rank prints has its number before it, [rank 3], and stays on its stream. When
@@ -83,26 +71,18 @@ def launch(  # noqa: PLR0913 - one for each option
     from ckptkit.parallel.launch import LaunchJob  # noqa: PLC0415 - torch takes seconds to import
     from ckptkit.parallel.launch import launch as run  # noqa: PLC0415
 
-    job = LaunchJob(
-        ("-m", *program) if is_module else program,
-        nproc_per_node=nproc_per_node,
-        nodes=nodes,
-        backend=backend,
-        max_restarts=max_restarts,
-        endpoint=endpoint or "",
-        run_id=run_id or "",
-    )
+    job = LaunchJob(("-m", *program) if is_module else program, **given)
+    as_json = bool(ctx.params["as_json"])
     outcome = run(job, partial(_pass_on, all_to_stderr=as_json))
+    if not outcome.ok and not as_json:
+        raise PeerError(outcome.reason, where=" ".join(program[:1]))
     document = {
         "ok": outcome.ok,
         "restarts": outcome.restarts,
         "failed_rank": outcome.failed_rank,
         "exit_code": outcome.exit_code,
     }
-    answer(document, (), as_json=as_json)
-    if not outcome.ok and not as_json:
-        raise PeerError(outcome.reason, where=" ".join(program[:1]))
-    return OK if outcome.ok else PEER
+    return Reply(document, code=OK if outcome.ok else PEER)
 
 
 # What follows the program is the program's, also where it looks like an option of this command.

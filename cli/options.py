@@ -1,5 +1,6 @@
 """How commands are made: all have `--json`, and a help that ends with examples and exit codes; and
-the options that several of them have.
+the options that several of them have. What they are given is worked out here: a command gets it as
+the library takes it.
 """
 
 from __future__ import annotations
@@ -8,19 +9,21 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import wraps
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import click
 from ckptkit.cli.exits import ABSENT, INTERRUPTED, MEANING, OK, STORAGE, USAGE
-from ckptkit.cli.output import printing
+from ckptkit.cli.output import Reply, printing
 from click.shell_completion import CompletionItem
 
 import ckptkit
 from ckptkit.errors import CkptkitError
 
-Function = TypeVar("Function", bound=Callable[..., int | None])
+Function: TypeAlias = Callable[..., Reply]
+Decorator: TypeAlias = Callable[[Function], Function]
 Options = dict[str, object]
 """How to reach a store, as the library takes it."""
 
@@ -35,24 +38,49 @@ _QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
 
 def command(
     *examples: str, exits: Mapping[int, str] | None = None, codes: Sequence[int] = ()
-) -> Callable[[Callable[..., int | None]], click.Command]:
-    """A command named as its function, which gets `as_json` and may return an exit code.
+) -> Callable[[Function], click.Command]:
+    """A command named as its function, whose reply it prints.
 
     `codes` adds exit codes to those that every command has, `exits` says what some mean here.
     """
     told = {code: MEANING[code] for code in (*ALWAYS, *codes)} | dict(exits or {})
 
-    def make(function: Callable[..., int | None]) -> click.Command:
+    def make(function: Function) -> click.Command:
         name = function.__name__.rstrip("_")  # `import` is a word of Python's own
-        option = click.option(
+
+        @option(
             "--json",
-            "as_json",
-            is_flag=True,
-            help=f"Print one JSON document, as schemas/cli/{name}.schema.json describes it.",
+            f"Print one JSON document, as schemas/cli/{name}.schema.json describes it.",
+            into="as_json",
         )
-        return click.command(name, cls=Command, epilog=epilog(examples, told))(option(function))
+        @wraps(function)
+        def run(*, as_json: bool, **given: Any) -> int:
+            reply = function(**given)
+            reply.show(as_json=as_json)
+            return reply.code
+
+        return click.command(name, cls=Command, epilog=epilog(examples, told))(run)
 
     return make
+
+
+def option(
+    spelled: str, text: str, *, into: str = "", least: int | None = None, **more: Any
+) -> Callable[[Any], Any]:
+    """An option, spelled as its help has it: `--overwrite` takes no value, `--to STRATEGY` one, and
+    `--include PATTERN...` may be given again. The command gets it as `into`, if that is another
+    name. A default is shown.
+    """
+    words = spelled.split()
+    if not words[-1].startswith("-"):
+        metavar = words.pop()
+        more |= {"metavar": metavar.removesuffix("..."), "multiple": metavar.endswith("...")}
+    elif least is None and "type" not in more:
+        more["is_flag"] = True
+    if least is not None:
+        more["type"] = click.IntRange(min=least)
+    more.setdefault("show_default", "default" in more)
+    return click.option(*words, *([into] if into else []), help=text, **more)
 
 
 class Command(click.Command):
@@ -76,7 +104,7 @@ def epilog(examples: Sequence[str], told: Mapping[int, str]) -> str:
     return f"\b\nExample:\n{shown}\n\n\b\nExit codes:\n{codes}"
 
 
-def location(name: str) -> Callable[[Function], Function]:
+def location(name: str) -> Callable[[Any], Any]:
     """An argument that is a path or URL; the engine says what is wrong with one."""
     return click.argument(name, shell_complete=steps)
 
@@ -124,44 +152,71 @@ def documents(folder: str) -> Callable[..., list[CompletionItem]]:
     return complete
 
 
-def patterns(what: str) -> Callable[[Function], Function]:
+def patterns(what: str) -> Decorator:
     """The options that choose arrays."""
+    return _all(
+        option("--include PATTERN...", what, shell_complete=array_names),
+        option("--exclude PATTERN...", "Leave these arrays out.", shell_complete=array_names),
+    )
+
+
+def selecting(what: str = "", *, optimizer: bool = False) -> Decorator:
+    """The options that choose arrays, where `what` says what for, and what becomes of them; the
+    command gets them as one `selection`.
+    """
+    table = "Translate names by a table: a file, llama-megatron, or mixtral-megatron."
+    cast = "Convert parameters, or these arrays."
+    tables = documents("translations")
+    options = [
+        *([patterns(what)] if what else []),
+        *([option("--no-optimizer", "Leave all optimizer state out.")] if optimizer else []),
+        *([option("--cast [PATTERN=]DTYPE...", cast)] if what else []),
+        option("--rename REGEX=>NEW...", "Rename inside of the groups."),
+        option("--names TABLE", table, into="table", shell_complete=tables),
+    ]
+    chosen = ("include", "exclude") if what else ()
 
     def add(function: Function) -> Function:
-        for name, text in (("--exclude", "Leave these arrays out."), ("--include", what)):
-            function = click.option(
-                name, metavar="PATTERN", multiple=True, help=text, shell_complete=array_names
-            )(function)
-        return function
+        @wraps(function)
+        def select(
+            *,
+            rename: tuple[str, ...],
+            table: str | None,
+            cast: tuple[str, ...] = (),
+            no_optimizer: bool = False,
+            **given: Any,
+        ) -> Reply:
+            renamed = []
+            for text in rename:
+                old, arrow, new = text.partition("=>")
+                if not arrow:
+                    raise click.BadParameter(f"{text!r} is no renaming: write 'old=>new'")
+                renamed.append((old, new))
+            # The last = of a cast, as a pattern may have others.
+            casts = [text.rpartition("=") for text in cast]
+            selection = ckptkit.Selection(
+                **{name: given.pop(name) for name in chosen},
+                cast=tuple((pattern, dtype) for pattern, _, dtype in casts),
+                rename=tuple(renamed),
+                names=table,
+                optimizer=not no_optimizer,
+            )
+            return function(selection=selection, **given)
+
+        return _all(*options)(select)
 
     return add
 
 
-def storage(function: Function) -> Function:
-    """Options for the store of a location, which the command gets as `storage_options`."""
-    return click.option(
-        "--storage-option",
-        "storage_options",
-        metavar="KEY=VALUE",
-        multiple=True,
-        callback=_pairs,
-        help="How to reach an object store, such as endpoint=URL; given again for each. AWS_*,"
-        " GOOGLE_* and CKPTKIT_STORAGE_ENGINE say what is left out.",
-    )(function)
+def _all(*options: Decorator) -> Decorator:
+    """Some options, in the order in which the help has them."""
 
+    def add(function: Function) -> Function:
+        for each in reversed(options):
+            function = each(function)
+        return function
 
-def source_storage(what: str) -> Callable[[Function], Function]:
-    """An option as in `storage`, for the one of two locations whose store may need others; the
-    command gets it as `source_options`.
-    """
-    return click.option(
-        "--source-option",
-        "source_options",
-        metavar="KEY=VALUE",
-        multiple=True,
-        callback=_pairs,
-        help=f"The same for {what} alone, where that needs others.",
-    )
+    return add
 
 
 def _pairs(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Options | None:
@@ -179,59 +234,44 @@ def _pairs(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -
     return found or None
 
 
-def names(function: Function) -> Function:
-    """The options that say what arrays are called in the result."""
-    text = "Translate names by a table: a file, llama-megatron, or mixtral-megatron."
-    function = click.option(
-        "--names", "table", metavar="TABLE", help=text, shell_complete=documents("translations")
-    )(function)
-    return click.option(
-        "--rename", metavar="REGEX=>NEW", multiple=True, help="Rename inside of the groups."
-    )(function)
+# For the store of a location, which the command gets as `storage_options`.
+storage = option(
+    "--storage-option KEY=VALUE...",
+    "How to reach an object store, such as endpoint=URL; given again for each. AWS_*,"
+    " GOOGLE_* and CKPTKIT_STORAGE_ENGINE say what is left out.",
+    into="storage_options",
+    callback=_pairs,
+)
 
 
-def rules_options(function: Function) -> Function:
-    """The options that say what is cut where."""
-    text = "A config.json with the sizes that rules refer to."
-    # As decorators are written, from the inside: the help has them in the opposite order.
-    for add in (
-        click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows."),
-        click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="One such size."),
-        click.option("--config", metavar="FILE", type=click.Path(), help=text),
-        click.option(
-            "--rules",
-            metavar="RULES",
-            help="A file, a preset, or auto (the default).",
-            shell_complete=documents("presets"),
-        ),
-    ):
-        function = add(function)
-    return function
+def source_storage(what: str) -> Callable[[Any], Any]:
+    """An option as `storage`, for the one of two locations whose store may need others; the
+    command gets it as `source_options`.
+    """
+    text = f"The same for {what} alone, where that needs others."
+    return option("--source-option KEY=VALUE...", text, into="source_options", callback=_pairs)
 
 
-def memory(
-    default: str = "256MiB", text: str = "Never use more than this."
-) -> Callable[[Function], Function]:
-    """The option that says how much may be held."""
-    return click.option("--memory", metavar="SIZE", default=default, show_default=True, help=text)
+def _config(ctx: click.Context, param: click.Parameter, path: str | None) -> dict[str, Any]:  # noqa: ARG001
+    """What a config.json says."""
+    if path is None:
+        return {}
+    try:
+        found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"{path}: {error.strerror}"
+        raise click.BadParameter(what, param_hint="--config") from error
+    except (ValueError, RecursionError) as error:
+        what = f"{path} is no JSON: {error}"
+        raise click.BadParameter(what, param_hint="--config") from error
+    if not isinstance(found, dict):
+        what = f"{path} is no config.json: it holds a {type(found).__name__}"
+        raise click.BadParameter(what, param_hint="--config")
+    return found
 
 
-def sizes_from(config: str | None, given: tuple[str, ...]) -> dict[str, Any]:
-    """The sizes that rules refer to: what --config and --set say; --set wins."""
-    found: dict[str, Any] = {}
-    if config is not None:
-        try:
-            doc: Any = json.loads(Path(config).read_text(encoding="utf-8"))
-        except OSError as error:
-            what = f"{config}: {error.strerror}"
-            raise click.BadParameter(what, param_hint="--config") from error
-        except (ValueError, RecursionError) as error:
-            what = f"{config} is no JSON: {error}"
-            raise click.BadParameter(what, param_hint="--config") from error
-        if not isinstance(doc, dict):
-            what = f"{config} is no config.json: it holds a {type(doc).__name__}"
-            raise click.BadParameter(what, param_hint="--config")
-        found = doc
+def _sizes(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, int]:  # noqa: ARG001
+    found = {}
     for pair in given:
         match = re.fullmatch(r"\s*([A-Za-z_]\w{0,99})\s*=\s*([0-9]{1,18})\s*", pair, re.ASCII)
         if match is None:
@@ -242,20 +282,47 @@ def sizes_from(config: str | None, given: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def selected(
-    rename: Sequence[str], table: str | None, cast: Sequence[str] = (), **given: Any
-) -> ckptkit.Selection:
-    """What --rename, --names, --cast and the like select."""
-    renamed = []
-    for text in rename:
-        old, arrow, new = text.partition("=>")
-        if not arrow:
-            raise click.BadParameter(f"{text!r} is no renaming: write 'old=>new'")
-        renamed.append((old, new))
-    # The last = of a cast, as a pattern may have others.
-    casts = [text.rpartition("=") for text in cast]
-    pairs = tuple((pattern, dtype) for pattern, _, dtype in casts)
-    return ckptkit.Selection(cast=pairs, rename=tuple(renamed), names=table, **given)
+def size(text: str) -> Callable[[Any], Any]:
+    """An option for sizes that rules refer to, which the command gets as `sizes`."""
+    return option("--set NAME=N...", text, into="sizes", callback=_sizes)
+
+
+def rules_options(function: Function) -> Function:
+    """The options that say what is cut where, as the library takes them: `rules`, `sizes` and
+    `replicate_unknown`.
+    """
+
+    @wraps(function)
+    def merge(*, config: dict[str, Any], sizes: dict[str, Any], **given: Any) -> Reply:
+        return function(sizes=config | sizes, **given)  # what is set by itself wins
+
+    text = "A config.json with the sizes that rules refer to."
+    return _all(
+        option(
+            "--rules RULES",
+            "A file, a preset, or auto (the default).",
+            shell_complete=documents("presets"),
+        ),
+        option("--config FILE", text, type=click.Path(), callback=_config),
+        size("One such size."),
+        option("--replicate-unknown", "Replicate what no rule knows."),
+    )(merge)
+
+
+split_heads = option("--allow-split-heads", "Cut where no size says whether a head ends there.")
+threads = option("--threads", "How many read; a few by default.", least=1)
+
+
+def strategy(text: str = "Such as tp:4 or pp:2,fsdp:4.", **more: Any) -> Callable[[Any], Any]:
+    """The strategy of what is to be made."""
+    return option("--to STRATEGY", text, **more)
+
+
+def memory(
+    default: str = "256MiB", text: str = "Never use more than this."
+) -> Callable[[Any], Any]:
+    """The option that says how much may be held."""
+    return option("--memory SIZE", text, default=default)
 
 
 def seconds_of(text: str) -> float:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TextIO
 
 import click
 
@@ -40,14 +40,28 @@ _PLAIN = str.maketrans({"…": "~", **dict(zip(_BLOCKS, "    ####" + "#", strict
 _LEAST, _BAR, _LEAST_BAR = 16, 20, 6  # letters
 
 
-def answer(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print a document for programs on one line, or the same for people."""
-    if not as_json:
-        emit(lines)
-        return
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-    with printing():
-        click.echo(text)
+class Reply(NamedTuple):
+    """What a command has found."""
+
+    document: Any
+    """For programs."""
+    lines: Iterable[str] = ()
+    """The same for people; worked out when they are asked for."""
+    remarks: Sequence[str] = ()
+    """What people are told besides, on stderr."""
+    code: int = 0
+    """The exit code."""
+
+    def show(self, *, as_json: bool) -> None:
+        """Print it."""
+        if as_json:
+            text = json.dumps(self.document, separators=(",", ":"), allow_nan=False)
+            with printing():
+                click.echo(text)
+            return
+        emit(self.lines)
+        for line in self.remarks:
+            remark(line)
 
 
 @contextmanager
@@ -148,8 +162,8 @@ def aligned(
     """Rows of text as lines with columns of one width, those in `right` flush right.
 
     Columns with nothing in them are left out. So are those in `spare`, one after another, where a
-    terminal is too narrow; where `is_cut` the names in the first column lose their middle then. A
-    terminal that has room shows `bars`, numbers from 0 to 1, behind the rows.
+    terminal is too narrow; where `is_cut` the names in the first column lose their middle then, if
+    that helps. A terminal that has room shows `bars`, numbers from 0 to 1, behind the rows.
     """
     if not rows:
         return []
@@ -162,8 +176,9 @@ def aligned(
             if number in shown and _together(widths, shown) > width:
                 shown.remove(number)
         too_wide = _together(widths, shown) - width
-        if is_cut and too_wide > 0:
-            widths[0] = min(widths[0], max(_LEAST, widths[0] - too_wide))
+        # Where even short names would not make them fit, lines are broken anyway.
+        if is_cut and 0 < too_wide <= widths[0] - _LEAST:
+            widths[0] -= too_wide
             columns[0] = [_cut(text, widths[0]) for text in columns[0]]
     sides = set(right)
     forms = [f"{{:{'>' if number in sides else '<'}{widths[number]}}}" for number in shown]

@@ -11,28 +11,32 @@ from collections.abc import Mapping
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
-import click
 from ckptkit.cli.exits import CORRUPT, NO, OK, PEER
 from ckptkit.cli.options import (
     Options,
     command,
     location,
     memory,
-    names,
-    patterns,
+    option,
     rules_options,
-    selected,
-    sizes_from,
+    selecting,
     source_storage,
+    split_heads,
     storage,
+    strategy,
 )
-from ckptkit.cli.output import Bar, aligned, answer, counted, remark
+from ckptkit.cli.output import Bar, Reply, aligned, counted
 
 import ckptkit
 from ckptkit.errors import UsageError
 
 _SHOWN = 12
 _NAMED = 3
+_OF_PLAN = (
+    *("source", "destination", "step", "save_id", "aliases", "left_out"),
+    *("bytes_read", "bytes_written", "read_amplification", "requests", "chunks", "files"),
+    *("manifest_bytes", "bytes_by_rank", "imbalance", "memory", "workers", "seconds"),
+)
 
 
 @command(
@@ -44,62 +48,25 @@ _NAMED = 3
 )
 @location("src")
 @location("dst")
-@click.option("--to", metavar="STRATEGY", required=True, help="Such as tp:4 or pp:2,fsdp:4.")
-@click.option("--from", "expect", metavar="STRATEGY", help="What SRC is expected to be.")
+@strategy(required=True)
+@option("--from STRATEGY", "What SRC is expected to be.", into="expect")
 @rules_options
-@click.option(
-    "--allow-split-heads", is_flag=True, help="Cut where no size says whether a head ends there."
-)
-@patterns("Take only these arrays.")
-@click.option("--no-optimizer", is_flag=True, help="Leave all optimizer state out.")
-@click.option(
-    "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
-)
-@names
+@split_heads
+@selecting("Take only these arrays.", optimizer=True)
 @memory("1GiB")
-@click.option(
-    "--chunk-size",
-    "chunk_bytes",
-    metavar="SIZE",
-    default="4MiB",
-    show_default=True,
-    help="About, of new chunks.",
-)
-@click.option(
-    "--workers", metavar="N", type=click.IntRange(min=1), help="How many copy; a few by default."
-)
-@click.option(
-    "--engine",
-    metavar="ENGINE",
+@option("--chunk-size SIZE", "About, of new chunks.", into="chunk_bytes", default="4MiB")
+@option("--workers N", "How many copy; a few by default.", least=1)
+@option(
+    "--engine ENGINE",
+    "threads, processes, dask://HOST:PORT, ray, ray://HOST:PORT, slice:I/N.",
     default="threads",
-    show_default=True,
-    help="threads, processes, dask://HOST:PORT, ray, ray://HOST:PORT, slice:I/N.",
 )
-@click.option("--digest", is_flag=True, help="Record the digest of the state (reads SRC twice).")
-@click.option("--overwrite", is_flag=True, help="Replace the step at DST.")
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Only say what would be done; a little is read and written.",
-)
+@option("--digest", "Record the digest of the state (reads SRC twice).")
+@option("--overwrite", "Replace the step at DST.")
+@option("--dry-run", "Only say what would be done; a little is read and written.")
 @storage
 @source_storage("SRC")
-def reshard(  # noqa: PLR0913 - what is not passed on as it is
-    src: str,
-    dst: str,
-    *,
-    config: str | None,
-    sizes: tuple[str, ...],
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    no_optimizer: bool,
-    cast: tuple[str, ...],
-    rename: tuple[str, ...],
-    table: str | None,
-    dry_run: bool,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def reshard(src: str, dst: str, *, dry_run: bool, **given: Any) -> Reply:
     """Write the step SRC for another strategy into the run DST.
 
     Parameters, optimizer state and all else go over; the new step has the number of the old one,
@@ -119,14 +86,9 @@ def reshard(  # noqa: PLR0913 - what is not passed on as it is
     shows it); a SRC that was trained so has its own. They need the length of an attention head,
     from --config or as --set head_dim=N, where SRC was not cut at the same places before.
     """
-    selection = selected(
-        rename, table, cast, include=include, exclude=exclude, optimizer=not no_optimizer
-    )
-    known = sizes_from(config, sizes)
-    plan = ckptkit.plan_reshard(src, dst, probe=dry_run, selection=selection, sizes=known, **given)
+    plan = ckptkit.plan_reshard(src, dst, probe=dry_run, **given)
     if dry_run:
-        answer(_plan_document(plan), _plan_lines(plan), as_json=as_json)
-        return
+        return Reply(_plan_document(plan), _plan_lines(plan))
     began = time.monotonic()
     with Bar("reshard", plan.bytes_written) as bar:
         done = plan.run(bar)
@@ -135,7 +97,7 @@ def reshard(  # noqa: PLR0913 - what is not passed on as it is
     document = {**_plan_document(plan), **found, "committed": done.committed}
     is_new = len(done.finished) < done.packs
     lines = [*_plan_lines(plan, done, seconds), ""] if is_new else []
-    answer(document, [*lines, _said(plan, done)], as_json=as_json)
+    return Reply(document, [*lines, _said(plan, done)])
 
 
 def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:
@@ -151,17 +113,14 @@ def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:
 
 def _plan_document(plan: ckptkit.ReshardPlan) -> dict[str, Any]:
     return {
-        "source": plan.source,
-        "destination": plan.destination,
-        "step": plan.step,
+        **{name: getattr(plan, name) for name in _OF_PLAN},
         "from": plan.from_strategy,
         "to": plan.to_strategy,
-        "save_id": plan.save_id,
         "arrays": [
             {
                 "name": a.name,
                 "source": a.source.name,
-                "shape": list(a.info.shape),
+                "shape": a.info.shape,
                 "dtype": a.info.dtype.name,
                 "source_dtype": a.source.dtype.name,
                 "placements": list(map(str, a.info.placements)),
@@ -171,21 +130,7 @@ def _plan_document(plan: ckptkit.ReshardPlan) -> dict[str, Any]:
             }
             for a in plan.arrays
         ],
-        "aliases": list(plan.aliases),
-        "left_out": list(plan.left_out),
-        "bytes_read": plan.bytes_read,
-        "bytes_written": plan.bytes_written,
-        "read_amplification": plan.read_amplification,
-        "requests": plan.requests,
-        "chunks": plan.chunks,
-        "files": plan.files,
-        "manifest_bytes": plan.manifest_bytes,
-        "bytes_by_rank": list(plan.bytes_by_rank),
-        "imbalance": plan.imbalance,
-        "memory": plan.memory,
-        "workers": plan.workers,
-        "finished_packs": list(plan.finished),
-        "seconds": plan.seconds,
+        "finished_packs": plan.finished,
     }
 
 
@@ -237,28 +182,23 @@ def _some(told: Mapping[str, str]) -> list[str]:
 )
 @location("src")
 @location("run")
-@click.option("--step", metavar="N", type=click.IntRange(min=0), help="Its number in RUN.")
-@click.option("--to", metavar="STRATEGY", help="Such as fsdp:8; as SRC has it, or single.")
+@option("--step N", "Its number in RUN.", least=0)
+@strategy("Such as fsdp:8; as SRC has it, or single.")
 @rules_options
-@names
+@selecting()
 @memory("1GiB")
-@click.option("--overwrite", is_flag=True, help="Replace the step in RUN.")
+@option("--overwrite", "Replace the step in RUN.")
 @storage
 @source_storage("SRC")
-def import_(  # noqa: PLR0913 - what is not passed on as it is
+def import_(
     src: str,
     run: str,
     *,
     to: str | None,
-    config: str | None,
-    sizes: tuple[str, ...],
-    rename: tuple[str, ...],
-    table: str | None,
     storage_options: Options | None,
     source_options: Options | None,
-    as_json: bool,
     **given: Any,
-) -> None:
+) -> Reply:
     """Make a step of RUN of what another program saved.
 
     SRC is whatever `ckpt show` shows: it is read as it is, no pickle is run, and no other program
@@ -282,8 +222,6 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
             run,
             to=checkpoint.strategy if to is None else to,
             digest=True,
-            selection=selected(rename, table),
-            sizes=sizes_from(config, sizes),
             storage_options=storage_options,
             source_options=source_options,
             **given,
@@ -305,13 +243,13 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
     }
     what = f"{counted(arrays, 'array')}, {ckptkit.size_text(plan.bytes_written)}"
     line = f"{done.location}: {what} of {found.format}, as {plan.to_strategy}"
-    answer(document, [line], as_json=as_json)
-    left = list(document["left_out"])
-    if left and not as_json:
+    remarks = []
+    if left := list(document["left_out"]):
         more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
-        remark(
+        remarks.append(
             f"left out: {', '.join(left[:_NAMED])}{more}; `ckpt show {plan.source} --json` says why"
         )
+    return Reply(document, [line], remarks)
 
 
 @command(
@@ -321,18 +259,10 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
     codes=[CORRUPT],
 )
 @location("src")
-@click.option("--to", metavar="STRATEGY", required=True, help="Such as tp:4 or pp:2,fsdp:4.")
+@strategy(required=True)
 @rules_options
 @storage
-def rules(
-    src: str,
-    *,
-    to: str,
-    config: str | None,
-    sizes: tuple[str, ...],
-    as_json: bool,
-    **given: Any,
-) -> int:
+def rules(src: str, *, to: str, **given: Any) -> Reply:
     """Show how a strategy would cut each tensor of the step SRC.
 
     Each tensor has a line: name, shape, how each axis cuts it, the shape of the part of rank 0, and
@@ -340,7 +270,7 @@ def rules(
     tensor or pipeline parallelism is cut as it was; else the preset that fits the names of the
     tensors is taken.
     """
-    found = ckptkit.explain_rules(src, to=to, sizes=sizes_from(config, sizes), **given)
+    found = ckptkit.explain_rules(src, to=to, **given)
     unknown = [each.name for each in found if each.unknown]
     missing = sorted({size for each in found for size in each.unknown_sizes})
     tensors, rows = [], []
@@ -352,12 +282,12 @@ def rules(
         tensors.append(
             {
                 "name": each.name,
-                "shape": list(each.shape),
+                "shape": each.shape,
                 "placements": [{"axis": axis, "placement": cut} for axis, cut in each.placements],
-                "part": list(each.part),
+                "part": each.part,
                 "why": each.why,
-                "unknown": list(each.unknown),
-                "unknown_sizes": list(each.unknown_sizes),
+                "unknown": each.unknown,
+                "unknown_sizes": each.unknown_sizes,
             }
         )
     document = {"to": to, "tensors": tensors, "unknown": unknown, "unknown_sizes": missing}
@@ -366,15 +296,16 @@ def rules(
     for name, places in folds:
         count = f"{len(places)} x" if len(places) > 1 else ""
         lines.append((name, count, *rows[places[0]]))
-    answer(document, aligned(lines, right=[1], spare=[5, 4], is_cut=True), as_json=as_json)
-    if missing and not as_json:
-        remark(
+    remarks = []
+    if missing:
+        remarks.append(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} unknown: attention heads"
             " may be cut in two, which `ckpt reshard` refuses; pass --config config.json"
         )
-    if unknown and not as_json:
-        remark(
+    if unknown:
+        remarks.append(
             f"{counted(len(unknown), 'tensor')} of which no rule knows; give --rules, or"
             " --replicate-unknown"
         )
-    return NO if unknown else OK
+    table = aligned(lines, right=[1], spare=[5, 4], is_cut=True)
+    return Reply(document, table, remarks, NO if unknown else OK)

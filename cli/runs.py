@@ -5,9 +5,8 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-import click
-from ckptkit.cli.options import Options, command, location, seconds_of, storage
-from ckptkit.cli.output import aligned, answer, counted
+from ckptkit.cli.options import Options, command, location, option, seconds_of, storage
+from ckptkit.cli.output import Reply, aligned, counted
 
 import ckptkit
 from ckptkit.errors import UsageError
@@ -22,7 +21,7 @@ _KINDS = {
 @command("ckpt ls runs/7b")
 @location("run")
 @storage
-def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
+def ls(run: str, *, storage_options: Options | None) -> Reply:
     """List the steps of RUN, lowest number first.
 
     Says of each when it was saved, its size, its strategy, as old -> new where it changed, and
@@ -63,7 +62,7 @@ def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
         total = ckptkit.size_text(sum(step["bytes"] for step in steps))
         rows.append(("total", counted(len(steps), "step"), total, "", ""))
     document = {"run": found.location, "steps": steps}
-    answer(document, aligned(rows, right=[0, 2], spare=[1]), as_json=as_json)
+    return Reply(document, aligned(rows, right=[0, 2], spare=[1]))
 
 
 @command(
@@ -71,34 +70,23 @@ def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
     "ckpt prune runs/7b --keep-last 3 --keep-every 10000",
 )
 @location("run")
-@click.option(
-    "--keep-last",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Keep the newest N committed steps: those with the highest numbers.",
+@option(
+    "--keep-last N",
+    "Keep the newest N committed steps: those with the highest numbers.",
+    least=1,
 )
-@click.option(
-    "--keep-every", metavar="K", type=click.IntRange(min=1), help="Keep the multiples of K."
-)
-@click.option(
-    "--grace",
-    metavar="TIME",
+@option("--keep-every K", "Keep the multiples of K.", least=1)
+@option(
+    "--grace TIME",
+    "Leave what no manifest names alone until this old: it may be a save under way.",
     type=seconds_of,
     default="1h",
-    show_default=True,
-    help="Leave what no manifest names alone until this old: it may be a save under way.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@option("--dry-run", "Only say what would be deleted.")
 @storage
 def prune(
-    run: str,
-    grace: float,
-    *,
-    dry_run: bool,
-    storage_options: Options | None,
-    as_json: bool,
-    **kept: Any,
-) -> None:
+    run: str, grace: float, *, dry_run: bool, storage_options: Options | None, **kept: Any
+) -> Reply:
     """Delete old steps of RUN, and leftovers.
 
     Leftovers are what saves that were never committed left: their data, an empty manifest, files
@@ -155,7 +143,7 @@ def prune(
         lines.append(f"left alone, as younger than --grace: {counted(len(young), 'leftover')}")
     for step, target in links.items():
         lines.append(f"left alone, as a symbolic link: step {step} -> {target}")
-    answer(document, lines, as_json=as_json)
+    return Reply(document, lines)
 
 
 def _open(location: str, storage_options: Options | None) -> ckptkit.Run:

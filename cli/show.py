@@ -6,22 +6,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import translate
 from math import prod
 from typing import Any, TypeAlias
 
 import click
 from ckptkit.cli.exits import CORRUPT
-from ckptkit.cli.options import Options, array_names, command, location, storage
-from ckptkit.cli.output import (
-    aligned,
-    answer,
-    counted,
-    in_short,
-    json_value,
-    keeping,
-)
+from ckptkit.cli.options import Options, array_names, command, location, option, storage
+from ckptkit.cli.output import Reply, aligned, counted, in_short, json_value, keeping
 
 import ckptkit
 from ckptkit.errors import NotFoundError, UsageError, nearest
@@ -47,9 +40,9 @@ _SEMANTICS = {
 )
 @location("step")
 @click.argument("pattern", required=False, shell_complete=array_names)
-@click.option("--rank", metavar="R", type=click.IntRange(min=0), help="Show what this rank holds.")
-@click.option("--all", "each", is_flag=True, help="A line for every array, alike ones too.")
-@click.option("--mapping", is_flag=True, help="Show what another program calls each array.")
+@option("--rank R", "Show what this rank holds.", least=0)
+@option("--all", "A line for every array, alike ones too.", into="each")
+@option("--mapping", "Show what another program calls each array.")
 @storage
 def show(
     step: str,
@@ -59,8 +52,7 @@ def show(
     each: bool,
     mapping: bool,
     storage_options: Options | None,
-    as_json: bool,
-) -> None:
+) -> Reply:
     """Show what is in STEP: strategy, arrays, objects.
 
     Each array has a line: name, dtype, shape, role, how many different parts it is cut into and the
@@ -80,11 +72,12 @@ def show(
                 hint="leave --mapping out",
             )
         doc = describe(checkpoint, pattern, rank)
-    lines: list[str] = []
-    if not as_json:
+
+    def lines() -> Iterator[str]:
         with keeping():
-            lines = _mapping(doc) if mapping else lines_of(doc, each=each)
-    answer(doc, lines, as_json=as_json)
+            yield from _mapping(doc) if mapping else lines_of(doc, each=each)
+
+    return Reply(doc, lines())
 
 
 def describe(

@@ -16,21 +16,15 @@ from ckptkit.cli.options import (
     command,
     location,
     memory,
-    names,
+    option,
     patterns,
-    selected,
-    sizes_from,
+    selecting,
+    size,
     source_storage,
     storage,
+    threads,
 )
-from ckptkit.cli.output import (
-    Bar,
-    answer,
-    counted,
-    in_short,
-    json_value,
-    remark,
-)
+from ckptkit.cli.output import Bar, Reply, counted, in_short, json_value
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError, UsageError
@@ -43,19 +37,11 @@ from ckptkit.errors import FormatError, NotFoundError, UsageError
     exits={OK: "every byte is as it was written", CORRUPT: "it is not: something was found"},
 )
 @location("step")
-@click.option("--threads", type=click.IntRange(min=1), help="How many read; a few by default.")
-@click.option("--digest", is_flag=True, help="Also print the digest of the state.")
-@click.option("--values", is_flag=True, help="Also look for NaNs and infinities.")
+@threads
+@option("--digest", "Also print the digest of the state.")
+@option("--values", "Also look for NaNs and infinities.")
 @storage
-def verify(
-    step: str,
-    threads: int | None,
-    *,
-    digest: bool,
-    values: bool,
-    storage_options: Options | None,
-    as_json: bool,
-) -> int:
+def verify(step: str, *, digest: bool, values: bool, **how: Any) -> Reply:
     """Compare every byte of STEP with checksums.
 
     Also checks that the packs, the manifest and the Zarr documents say the same. All that is wrong
@@ -68,18 +54,18 @@ def verify(
     are findings.
     """
     location, total, found, foreign = step, 0, None, None
+    stores = how["storage_options"]
     # Of a format that is broken verify says what is wrong.
-    with suppress(FormatError), ckptkit.open(step, storage_options=storage_options) as checkpoint:
+    with suppress(FormatError), ckptkit.open(step, storage_options=stores) as checkpoint:
         # The step itself, where a run was given.
         location, total = checkpoint.location, checkpoint.stored_bytes
         foreign = checkpoint.foreign
-    how: Any = {"threads": threads, "storage_options": storage_options}
     times = (foreign is None) + digest + values
     with Bar("verify", total * times) as bar:
         findings = ckptkit.verify(location, values=values, progress=bar, **how)
         if digest and not findings:  # what is damaged has none
             found = ckptkit.digest(location, progress=bar, **how)
-            with ckptkit.open(location, storage_options=storage_options) as checkpoint:
+            with ckptkit.open(location, storage_options=stores) as checkpoint:
                 findings = found.findings(checkpoint)
     document: dict[str, Any] = {
         "location": location,
@@ -113,11 +99,10 @@ def verify(
         parts = {"arrays": found.arrays, "objects": found.objects}
         document["digest"] = {"algorithm": found.algorithm, "step": found.step, **parts}
         lines.append(f"digest: {found.step}")
-    answer(document, lines, as_json=as_json)
-    if not findings:
-        return OK
     # What could not be read may be whole.
-    return STORAGE if all(f.kind == "unreadable" for f in findings) else CORRUPT
+    is_unread = all(finding.kind == "unreadable" for finding in findings)
+    code = OK if not findings else STORAGE if is_unread else CORRUPT
+    return Reply(document, lines, code=code)
 
 
 @command("ckpt unpack runs/7b plain", "ckpt unpack runs/7b plain --memory 64MiB", codes=[CORRUPT])
@@ -125,9 +110,7 @@ def verify(
 @click.argument("folder", metavar="DIR", type=click.Path())
 @memory(text="Hold at most about this much of chunks at once.")
 @storage
-def unpack(
-    step: str, folder: str, memory: str, *, storage_options: Options | None, as_json: bool
-) -> None:
+def unpack(step: str, folder: str, memory: str, *, storage_options: Options | None) -> Reply:
     """Write STEP as a plain Zarr directory DIR.
 
     Any tool that knows Zarr v3 reads it. Every chunk is checked on the way. DIR must not
@@ -148,7 +131,7 @@ def unpack(
         }
     what = f"{counted(len(checkpoint.arrays), 'array')}, {ckptkit.size_text(nbytes)} in"
     line = f"unpacked step {checkpoint.step} into {folder}: {what} {counted(files, 'file')}"
-    answer(document, [line], as_json=as_json)
+    return Reply(document, [line])
 
 
 @command(
@@ -160,52 +143,28 @@ def unpack(
 )
 @location("step")
 @location("out")
-@click.option(
+@option(
     "--to-format",
+    "The folder of a Hugging Face model or of DCP, or one file.",
     type=click.Choice(["hf", "safetensors", "torch", "dcp"]),
     required=True,
-    help="The folder of a Hugging Face model or of DCP, or one file.",
 )
-@click.option(
-    "--with",
-    "beside",
-    metavar="FOLDER",
-    help="Copy config.json and the tokenizer from there.",
-)
-@click.option(
-    "--max-file-size",
-    metavar="SIZE",
-    default="5GB",
-    show_default=True,
-    help="Of the tensors in each file of a folder.",
-)
-@click.option(
-    "--optimizer", is_flag=True, help="The state of the optimizer as well, for torch and dcp."
-)
-@patterns("Write only these arrays.")
-@click.option(
-    "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
-)
-@names
-@click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="A size that names refer to.")
+@option("--with FOLDER", "Copy config.json and the tokenizer from there.", into="beside")
+@option("--max-file-size SIZE", "Of the tensors in each file of a folder.", default="5GB")
+@option("--optimizer", "The state of the optimizer as well, for torch and dcp.")
+@selecting("Write only these arrays.")
+@size("A size that names refer to.")
 @memory()
 @storage
 @source_storage("STEP and FOLDER")
-def export(  # noqa: PLR0913 - what is not passed on as it is
+def export(
     step: str,
     out: str,
     *,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    cast: tuple[str, ...],
-    rename: tuple[str, ...],
-    table: str | None,
-    sizes: tuple[str, ...],
     storage_options: Options | None,
     source_options: Options | None,
-    as_json: bool,
     **given: Any,
-) -> None:
+) -> Reply:
     """Write the model of STEP for other programs.
 
     OUT must not be there, and appears when it is complete and durable, or not at all; after an
@@ -230,8 +189,6 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
         done = ckptkit.export(
             place,
             out,
-            selection=selected(rename, table, cast, include=include, exclude=exclude),
-            sizes=sizes_from(None, sizes),
             progress=bar,
             storage_options=storage_options,
             source_options=source_options,
@@ -240,25 +197,23 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
     document = {
         "source": place,
         "location": done.location,
-        "files": list(done.files),
-        "finished_files": list(done.finished),
+        "files": done.files,
+        "finished_files": done.finished,
         "arrays": done.arrays,
         "bytes": done.nbytes,
-        "left_out": list(done.left_out),
+        "left_out": done.left_out,
         "tied": [{"name": name, "written_as": other} for name, other in done.tied],
     }
     what = f"{counted(done.arrays, 'array')}, {ckptkit.size_text(done.nbytes)}"
     before = f", {len(done.finished)} of them from before" if done.finished else ""
-    answer(
-        document,
-        [f"{done.location}: {what} in {counted(len(done.files), 'file')}{before}"],
-        as_json=as_json,
-    )
-    if done.left_out and not as_json:
+    remarks = []
+    if done.left_out:
         groups = sorted({name.partition("/")[0] for name in done.left_out})
-        remark(f"left out: {counted(len(done.left_out), 'array')} of {', '.join(groups)}")
-    if given["to_format"] == "hf" and given["beside"] is None and not as_json:
-        remark("no config.json is beside the model: --with FOLDER copies one")
+        remarks.append(f"left out: {counted(len(done.left_out), 'array')} of {', '.join(groups)}")
+    if given["to_format"] == "hf" and given["beside"] is None:
+        remarks.append("no config.json is beside the model: --with FOLDER copies one")
+    line = f"{done.location}: {what} in {counted(len(done.files), 'file')}{before}"
+    return Reply(document, [line], remarks)
 
 
 @command(
@@ -266,13 +221,9 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
     exits={OK: "the step is committed again", CORRUPT: "no save in it is complete and whole"},
 )
 @location("step")
-@click.option(
-    "--save-id", metavar="ID", help="Which save, where the packs of several are complete."
-)
+@option("--save-id ID", "Which save, where the packs of several are complete.")
 @storage
-def rebuild(
-    step: str, save_id: str | None, *, storage_options: Options | None, as_json: bool
-) -> None:
+def rebuild(step: str, save_id: str | None, *, storage_options: Options | None) -> Reply:
     """Make the lost manifest of STEP again.
 
     All it needs are the packs; a damaged manifest is replaced. STEP must be the folder of the step
@@ -304,16 +255,16 @@ def rebuild(
         }
     what = f"{counted(arrays, 'array')} in {counted(packs, 'pack')}"
     line = f"step {checkpoint.step} is committed again: {what}, saved as {checkpoint.save_id}"
-    answer(document, [line], as_json=as_json)
+    return Reply(document, [line])
 
 
 @command("ckpt commit runs/7b-tp4", exits={OK: "the step is committed"}, codes=[CORRUPT])
 @location("run")
-@click.option("--step", metavar="N", type=click.IntRange(min=0), help="Which step, of several.")
-@click.option("--save-id", metavar="ID", help="Which save, where there are packs of several.")
-@click.option("--overwrite", is_flag=True, help="Replace the step where it is committed already.")
+@option("--step N", "Which step, of several.", least=0)
+@option("--save-id ID", "Which save, where there are packs of several.")
+@option("--overwrite", "Replace the step where it is committed already.")
 @storage
-def commit(run: str, *, as_json: bool, **given: Any) -> None:
+def commit(run: str, **given: Any) -> Reply:
     """Commit the step of RUN that slices of a reshard have written.
 
     These are calls of `ckpt reshard --engine slice:I/N`, each of which writes its share of the
@@ -332,7 +283,7 @@ def commit(run: str, *, as_json: bool, **given: Any) -> None:
         "bytes": sum(pack.size for pack in manifest.packs),
     }
     line = f"step {save.step} is committed: {save.strategy}, {counted(packs, 'pack')}"
-    answer(document, [line], as_json=as_json)
+    return Reply(document, [line])
 
 
 @command(
@@ -344,10 +295,12 @@ def commit(run: str, *, as_json: bool, **given: Any) -> None:
 @location("a")
 @location("b")
 @patterns("Compare only these arrays.")
-@click.option("--atol", type=float, default=0.0, help="Numbers may be this far apart.")
-@click.option("--rtol", type=float, default=0.0, help="Or this many times the size of B's.")
+@option("--atol", "Numbers may be this far apart.", type=float, default=0.0, show_default=False)
+@option(
+    "--rtol", "Or this many times the size of B's.", type=float, default=0.0, show_default=False
+)
 @memory()
-@click.option("--threads", type=click.IntRange(min=1), help="How many read; a few by default.")
+@threads
 @storage
 @source_storage("A")
 def diff(
@@ -356,9 +309,8 @@ def diff(
     *,
     storage_options: Options | None,
     source_options: Options | None,
-    as_json: bool,
     **given: Any,
-) -> int:
+) -> Reply:
     """Compare the steps A and B: names, shapes, dtypes, values, objects.
 
     What differs most comes first. How they are sharded is no difference. Elements have to be the
@@ -375,8 +327,7 @@ def diff(
     with Bar("diff", total) as bar:
         found = ckptkit.diff(a, b, progress=bar, **stores, **given)
     lines = [*found.lines(), *map(_object_line, found.objects), found.summary()]
-    answer(_document(found), lines, as_json=as_json)
-    return OK if found.same else NO
+    return Reply(_document(found), lines, code=OK if found.same else NO)
 
 
 def _object_line(found: ckptkit.ObjectDifference) -> str:

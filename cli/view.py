@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
+import stat
 import tempfile
 import webbrowser
 from pathlib import Path
@@ -15,12 +18,14 @@ from ckptkit.cli.options import (
     command,
     location,
     memory,
+    option,
     rules_options,
-    sizes_from,
+    split_heads,
     steps,
     storage,
+    strategy,
 )
-from ckptkit.cli.output import Bar, answer, remark
+from ckptkit.cli.output import Bar, Reply
 
 import ckptkit
 from ckptkit.errors import StorageError, UsageError
@@ -33,35 +38,25 @@ from ckptkit.errors import StorageError, UsageError
     codes=[CORRUPT],
 )
 @location("step")
-@click.option(
-    "--against",
-    metavar="OTHER",
-    shell_complete=steps,
-    help="Show what differs from this step, too.",
-)
-@click.option("--to", metavar="STRATEGY", help="Show what a reshard would move, too.")
-@click.option("--stats", is_flag=True, help="Show what the numbers are like; reads all of them.")
-@click.option("-o", "--out", metavar="FILE", type=click.Path(), help="Write the page there.")
-@click.option("--open", "to_open", is_flag=True, help="Show the page in a browser.")
+@option("--against OTHER", "Show what differs from this step, too.", shell_complete=steps)
+@strategy("Show what a reshard would move, too.")
+@option("--stats", "Show what the numbers are like; reads all of them.")
+@option("-o --out FILE", "Write the page there.", type=click.Path())
+@option("--open", "Show the page in a browser.", into="to_open")
 @rules_options
-@click.option(
-    "--allow-split-heads", is_flag=True, help="Cut where no size says whether a head ends there."
-)
+@split_heads
 @memory()
 @storage
-def view(  # noqa: PLR0913 - what is not passed on as it is
+def view(
     step: str,
     *,
     against: str | None,
     stats: bool,
     out: str | None,
     to_open: bool,
-    config: str | None,
-    sizes: tuple[str, ...],
     storage_options: Options | None,
-    as_json: bool,
     **given: Any,
-) -> None:
+) -> Reply:
     """Show STEP as a page in a browser.
 
     The page is one file that needs no other, no server and no network: who holds what, as pictures
@@ -85,16 +80,15 @@ def view(  # noqa: PLR0913 - what is not passed on as it is
             step,
             against=against,
             stats=stats,
-            sizes=sizes_from(config, sizes),
             progress=bar,
             storage_options=storage_options,
             **given,
         )
-    path = _written(page, place)
+    path = _written(page, place, step)
+    remarks = []
     if to_open and not webbrowser.open(path.as_uri()):
-        remark(f"no browser could be started; open {path} in one")
-    document = {"file": str(path), "bytes": path.stat().st_size}
-    answer(document, [str(path)], as_json=as_json)
+        remarks.append(f"no browser could be started; open {path} in one")
+    return Reply({"file": str(path), "bytes": path.stat().st_size}, [str(path)], remarks)
 
 
 def _place(out: str) -> Path:
@@ -116,12 +110,12 @@ def _place(out: str) -> Path:
     return path
 
 
-def _written(page: str, place: Path | None) -> Path:
+def _written(page: str, place: Path | None, step: str) -> Path:
     """Where the page is. It replaces what has its name, and follows no link."""
-    path = place or Path(tempfile.mkdtemp(prefix="ckpt-view-"), "view.html")
-    # As short as a name may have to be, and of no other writer of this page.
-    begun = path.with_name(f".{secrets.token_hex(8)}")
     try:
+        path = place or _to_look_at(step)
+        # As short as a name may have to be, and of no other writer of this page.
+        begun = path.with_name(f".{secrets.token_hex(8)}")
         with begun.open("x", encoding="utf-8") as file:
             try:
                 file.write(page)
@@ -131,8 +125,21 @@ def _written(page: str, place: Path | None) -> Path:
                 begun.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise _refused(path, error.strerror) from error
+        raise _refused(place or Path(tempfile.gettempdir()), error.strerror) from error
     return path
+
+
+def _to_look_at(step: str) -> Path:
+    """A file that the next look at the same step replaces: a browser may read it long after the
+    command has ended, so nobody could delete it.
+    """
+    folder = Path(tempfile.gettempdir(), f"ckpt-view-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o22:
+        folder = Path(tempfile.mkdtemp(prefix="ckpt-view-"))  # somebody else has the name
+    name = step if "://" in step else os.path.abspath(step)  # noqa: PTH100 — a link stays one
+    return folder / f"{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()[:16]}.html"
 
 
 def _refused(path: Path, why: str | None) -> StorageError:

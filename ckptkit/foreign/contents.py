@@ -7,11 +7,10 @@ read of it is put together from the files.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.decoded import DECODED
+from ckptkit.foreign.decoded import DECODED, Bytes, MadeSource
 from ckptkit.foreign.extents import (
     Cells,
     Extent,
@@ -28,14 +27,12 @@ from ckptkit.foreign.extents import (
     Stretch,
     cells_of,
     span_of,
-    strided_view,
 )
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import MAX_DIMS, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
 from ckptkit.format.manifest import Manifest, PackInfo, SaveInfo
 from ckptkit.model import Strategy
 from ckptkit.storage import Source
-from ckptkit.storage.base.store import LendsNothing
 
 SAVE_ID_PREFIX = "foreign-"
 # A file is read along where elements are so near each other; farther apart they are read one row
@@ -81,9 +78,8 @@ class ForeignManifest(Manifest):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """One chunk that is put together: where it begins in the pack, and of what it is made."""
+    """One chunk that is put together, and of what it is made."""
 
-    start: int
     nbytes: int
     itemsize: int
     stretches: tuple[Stretch, ...]
@@ -117,7 +113,7 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
         pack, offset = _placed(array, cells, number_of)
         for chunk, stretches in cells.gathered.items():
             nbytes = int(lengths[chunk])
-            entry = Gathered(end, nbytes, array.dtype.itemsize, stretches, array.extents)
+            entry = Gathered(nbytes, array.dtype.itemsize, stretches, array.extents)
             _check_inside(entry, sizes, array.name)
             gathered.append(entry)
             pack[chunk], offset[chunk] = len(sizes), end
@@ -184,8 +180,8 @@ def _check_inside(entry: Gathered, sizes: Mapping[str, int], name: str) -> None:
             )
 
 
-class GatheredSource(LendsNothing):
-    """The pack of gathered chunks, open for reading."""
+class GatheredSource(MadeSource):
+    """The pack of gathered chunks."""
 
     def __init__(
         self,
@@ -193,38 +189,21 @@ class GatheredSource(LendsNothing):
         use: Callable[[str], AbstractContextManager[Source]],
     ) -> None:
         """`use` lends a file of the checkpoint, open."""
-        self._chunks = manifest.gathered
-        self._starts = [chunk.start for chunk in self._chunks]
-        self._use = use
-        self.size = manifest.packs[-1].size
+        super().__init__(chunk.nbytes for chunk in manifest.gathered)
+        self._chunks, self._use = manifest.gathered, use
 
-    def read_into(self, offset: int, *buffers: memoryview) -> None:
-        at = offset
-        for buffer in buffers:
-            begin, end = at, at + len(buffer)
-            place = bisect.bisect_right(self._starts, at) - 1
-            while at < end:
-                chunk = self._chunks[place]
-                first, last = at - chunk.start, min(end - chunk.start, chunk.nbytes)
-                whole, size = np.zeros(chunk.nbytes, np.uint8), chunk.itemsize
-                for stretch in chunk.stretches:
-                    extent, shape = chunk.extents[stretch.extent], stretch.shape
-                    there = slice(stretch.begin, stretch.begin + math.prod(shape) * size)
-                    target = whole[there].reshape(*shape, size)
-                    start = extent.offset + stretch.offset
-                    with self._use(extent.file) as source:
-                        _read_strided(source, start, shape, stretch.strides, target)
-                buffer[at - begin : at - begin + last - first] = whole[first:last].data
-                at += last - first
-                place += 1
-
-    def fetch(self, offset: int, length: int) -> memoryview:
-        memory = memoryview(bytearray(length))
-        self.read_into(offset, memory)
-        return memory
-
-    def close(self) -> None:
-        """Nothing is held: the files are the others' packs."""
+    @contextmanager
+    def part(self, number: int) -> Iterator[Bytes]:
+        chunk = self._chunks[number]
+        whole, size = np.zeros(chunk.nbytes, np.uint8), chunk.itemsize
+        for stretch in chunk.stretches:
+            extent, shape = chunk.extents[stretch.extent], stretch.shape
+            there = slice(stretch.begin, stretch.begin + math.prod(shape) * size)
+            target = whole[there].reshape(*shape, size)
+            with self._use(extent.file) as source:
+                start = extent.offset + stretch.offset
+                _read_strided(source, start, shape, stretch.strides, target)
+        yield whole
 
 
 def _read_strided(
@@ -235,7 +214,8 @@ def _read_strided(
     span = span_of(shape, strides) * size
     if span <= _DENSE * target.nbytes:
         data = np.frombuffer(source.fetch(offset, span), dtype=np.uint8)
-        target[...] = strided_view(data, shape, strides, size)
+        steps = (*(step * size for step in strides), 1)
+        target[...] = np.ndarray((*shape, size), np.uint8, data, 0, steps)
         return
     # Along the dim whose neighbours lie farthest apart.
     dim = max(range(len(shape)), key=lambda d: strides[d] if shape[d] > 1 else -1)

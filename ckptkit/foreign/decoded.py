@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -140,33 +141,18 @@ def _frame_bytes(data: bytes) -> tuple[int | None, int]:
     return said if width else None, bound
 
 
-@dataclass(slots=True, eq=False)
-class _Kept:
-    """A chunk, once it is decoded, and how many threads need it now."""
-
-    data: Future[Bytes] = field(default_factory=Future)
-    users: int = 0
-
-
-class DecodedSource(LendsNothing):
-    """The file of decoded chunks, one after the other, open for reading. A thread waits where its
-    chunk and those that others are using would be too much, so that memory is bounded.
+class MadeSource(LendsNothing, ABC):
+    """A file that nobody has written, open for reading: parts, one after the other, each of which
+    is made as a whole. No file is held: those that the parts are made of are the others' packs.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Encoded],
-        use: Callable[[str], AbstractContextManager[Source]],
-        where: Callable[[str], str],
-    ) -> None:
-        """`use` lends a file of the checkpoint, open; `where` is its place, for messages."""
-        self._chunks = chunks
-        self._stops = [*accumulate(chunk.nbytes for chunk in chunks)]
-        self._use, self._where = use, where
-        self.size = self._stops[-1] if chunks else 0
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()
-        self._kept_bytes = 0
-        self._changed = threading.Condition()
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._stops = [*accumulate(sizes)]
+        self.size = self._stops[-1] if self._stops else 0
+
+    @abstractmethod
+    def part(self, number: int) -> AbstractContextManager[Bytes]:
+        """Lends the bytes of a part."""
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
         at = offset
@@ -174,8 +160,8 @@ class DecodedSource(LendsNothing):
             done = 0
             while done < len(buffer):
                 number = bisect.bisect_right(self._stops, at)
-                begin = at - self._stops[number] + self._chunks[number].nbytes
-                with self._decoded(number) as data:
+                with self.part(number) as data:
+                    begin = at - self._stops[number] + len(data)
                     count = min(len(data) - begin, len(buffer) - done)
                     buffer[done : done + count] = data[begin : begin + count].data
                     del data  # or it would still be in memory when the block ends
@@ -187,11 +173,41 @@ class DecodedSource(LendsNothing):
         return memory
 
     def close(self) -> None:
-        """No file is held: those are the others' packs."""
+        pass
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A chunk, once it is decoded, and how many threads need it now."""
+
+    data: Future[Bytes] = field(default_factory=Future)
+    users: int = 0
+
+
+class DecodedSource(MadeSource):
+    """The file of decoded chunks. A thread waits where its chunk and those that others are using
+    would be too much, so that memory is bounded.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Encoded],
+        use: Callable[[str], AbstractContextManager[Source]],
+        where: Callable[[str], str],
+    ) -> None:
+        """`use` lends a file of the checkpoint, open; `where` is its place, for messages."""
+        super().__init__(chunk.nbytes for chunk in chunks)
+        self._chunks = chunks
+        self._use, self._where = use, where
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._kept_bytes = 0
+        self._changed = threading.Condition()
+
+    def close(self) -> None:
         self._kept.clear()
 
     @contextmanager
-    def _decoded(self, number: int) -> Iterator[Bytes]:
+    def part(self, number: int) -> Iterator[Bytes]:
         """One chunk, as long as the block lasts. Of threads that need it, the first decodes it, and
         the others wait.
         """

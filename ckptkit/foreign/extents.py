@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptkit.errors import FormatError
 from ckptkit.foreign.decoded import Encoded
@@ -266,11 +265,3 @@ def c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
     """How many elements lie between the first and the last of such, both counted."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-
-
-def strided_view(
-    memory: npt.NDArray[np.uint8], shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> npt.NDArray[Any]:
-    """Elements that lie apart in memory, as a view."""
-    steps = tuple(step * itemsize for step in strides)
-    return np.ndarray((*shape, itemsize), np.uint8, memory, 0, (*steps, 1))

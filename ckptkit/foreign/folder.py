@@ -1,4 +1,4 @@
-"""The folder of a foreign checkpoint, as its reader sees it."""
+"""The folder of a foreign checkpoint, as its reader sees it; and documents in it, JSON and YAML."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _RUN_BYTES = 8 << 20
 # Between two of thousands more than that is not read along: it would be all of the tensors.
 _MOST_GAP = 16 << 10
 _AT_ONCE = 16
+_YAML_DEPTH = 64
+_YAML_WORDS = {"null": None, "true": True, "false": False}
 
 _PART = re.compile(
     r"[^/]*\.(pt|pth|bin|ckpt|safetensors)|(optimizer|scheduler|rng_state|random_states)[^/]*|trainer_state\.json"
@@ -144,3 +146,51 @@ def parsed(data: bytes, where: str) -> Any:
         return json.loads(data, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise FormatError("not valid JSON", where=where, value=str(error)) from error
+
+
+def read_yaml(data: bytes, where: str) -> Any:
+    """YAML of somebody else's: maps, lists and plain values; FormatError where it is none, or has
+    what is not read here.
+
+    It is read event by event. The loader in C ends the process at a deep value, and with aliases a
+    short document would stand for one that never ends.
+    """
+    import yaml  # noqa: PLC0415 — nearly all folders have none
+
+    try:
+        return _yaml_value(yaml, data)
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise FormatError(
+            "neither valid JSON nor valid YAML",
+            where=where,
+            value=str(error)[:200],
+            hint="it was cut short or changed; copy it again",
+        ) from error
+
+
+def _yaml_value(yaml: Any, data: bytes) -> Any:
+    values: list[Any] = []
+    above: list[list[Any]] = []
+    for event in yaml.parse(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent) and event.implicit:
+            above.append(values)
+            values = []
+            if len(above) > _YAML_DEPTH:
+                raise ValueError(f"more than {_YAML_DEPTH} levels")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            made: Any = values
+            if isinstance(event, yaml.MappingEndEvent):
+                made = dict(zip(values[::2], values[1::2], strict=True))
+                if len(made) < len(values) // 2:
+                    raise ValueError("a key is there twice")
+            values = above.pop()
+            values.append(made)
+        elif isinstance(event, yaml.ScalarEvent) and any(event.implicit):
+            text: Any = event.value
+            if event.implicit[0]:  # without quotes
+                is_number = re.fullmatch(r"-?\d{1,18}", text)
+                text = int(text) if is_number else _YAML_WORDS.get(text, text)
+            values.append(text)
+        elif isinstance(event, yaml.NodeEvent):
+            raise ValueError("an alias, or a value of a type of its own")
+    return values[0] if values else None

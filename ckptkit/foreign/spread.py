@@ -232,7 +232,8 @@ def by_boxes(
     low, high = 1, 1 << 24
     cut: list[bool] = []
     for array in arrays:
-        rows = _rows(array)
+        boxes = tuple(extent.box for extent in array.extents)
+        rows = None if array.is_flat else _rows_of(array.shape, boxes)
         if rows is None:
             return None, list(arrays)
         cut.append(bool(array.shape) and rows < array.shape[0])
@@ -248,16 +249,11 @@ def by_boxes(
     ]
 
 
-def _rows(array: ForeignArray) -> int | None:
+@cache
+def _rows_of(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int | None:
     """How many rows the pieces of an array have, all but the last; None where these are not pieces
     along the first dim.
     """
-    boxes = tuple(extent.box for extent in array.extents)
-    return None if array.is_flat else _rows_of(array.shape, boxes)
-
-
-@cache
-def _rows_of(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int | None:
     if not shape or not math.prod(shape):
         return shape[0] if shape else 1
     pieces = sorted({box for box in boxes if not box.is_empty}, key=lambda box: box.offset)

@@ -5,12 +5,13 @@ by the habits of those who save with torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ckptkit.errors import FormatError, InvalidNameError, UnsupportedTypeError
-from ckptkit.foreign.extents import Extent, ForeignArray
+from ckptkit.errors import CkptkitError, FormatError, InvalidNameError, UnsupportedTypeError
+from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
+from ckptkit.foreign.folder import Folder
 from ckptkit.format.leaves import encode
 from ckptkit.format.names import BY_ORDER, join
 from ckptkit.format.objects import ObjectInfo
@@ -110,6 +111,20 @@ class States:
         else:
             self.objects.append(ObjectInfo(name, "replicated", value))
 
+    def step(self, format_: str, folder: Folder, used: Iterable[str], **told: Any) -> ForeignStep:
+        """The step that this is, of the files that were used of a folder."""
+        files = {key: folder.size(key) for key in used}
+        self.left_out |= folder.unread(files)
+        details = self.details | told.pop("details", {})
+        found = {"arrays": self.arrays, "aliases": self.aliases, "objects": self.objects}
+        found |= {"theirs": self.theirs, "details": details}
+        return ForeignStep(format=format_, files=files, **found | told)
+
+
+def reason(error: CkptkitError) -> str:
+    """Why something is left out, for a list of what is."""
+    return error.what + (f" (got {error.value})" if error.has_value else "")
+
 
 def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ()) -> States:
     """The arrays and objects of a state dictionary, whose leaves are tensors and plain values.
@@ -198,12 +213,14 @@ def _optimizer(
     of no parameter. None and all of it where nobody knows whose parameters' state it is.
     """
     by_parameter, groups, more = _by_parameter_and_group(state)
-    names = _told_names(by_parameter, groups)
+    indices = _indices(by_parameter, groups)
+    names = None if indices is None else _told_names(indices, groups)
     if names:
         inside = _wrapped([*names.values()])
         names = {index: name[len(inside) :] for index, name in names.items()}
-    if names is None:
-        names = _names_by_order(by_parameter, groups, model)
+    # Groups are numbered one after the other: nobody knows which parameter is in which.
+    if names is None and indices is not None and len(groups) == 1:
+        names = _names_by_order(indices, by_parameter, model)
         found.is_by_order |= names is not None
     if names is None or not (by_parameter or groups):
         return None, state
@@ -353,18 +370,14 @@ def _indices(
 
 
 def _told_names(
-    by_parameter: Mapping[Any, Mapping[Any, Any]], groups: Sequence[Mapping[Any, Any]]
+    indices: Sequence[Any], groups: Sequence[Mapping[Any, Any]]
 ) -> dict[Any, str] | None:
     """The names of the parameters that an optimizer has state of, where it tells them: they are
     names already, or it has `param_names`.
     """
-    indices = _indices(by_parameter, groups)
-    if indices is None:
-        return None
-    if all(type(index) is str for index in indices):
-        numbers = all(index.isdigit() for index in indices)
-        if not numbers:
-            return {index: index for index in indices}
+    are_texts = all(type(index) is str for index in indices)
+    if are_texts and not all(index.isdigit() for index in indices):
+        return {index: index for index in indices}
     told: list[str] = []
     for group in groups:
         names = group.get("param_names")
@@ -378,17 +391,13 @@ def _told_names(
 
 
 def _names_by_order(
+    indices: Sequence[Any],
     by_parameter: Mapping[Any, Mapping[Any, Any]],
-    groups: Sequence[Mapping[Any, Any]],
     model: Sequence[tuple[str, StateTensor]],
 ) -> dict[Any, str] | None:
     """The names of the model in order, where all that may be parameters have state of their shape.
     That the optimizer was given them in this order nothing tells.
     """
-    indices = _indices(by_parameter, groups)
-    # Groups are numbered one after the other: nobody knows which parameter is in which.
-    if indices is None or len(groups) != 1:
-        return None
     parameters = [
         (name, tensor)
         for name, tensor in model

@@ -115,7 +115,7 @@ def read_file(folder: Folder, key: str, rank: int = 0) -> TorchFile:
             content = folder.read(key, begin, member.size)
         found[name] = (begin, content)
     reader = _Tensors(key, where, found, rank)
-    return TorchFile(reader.tree(value, ""), reader.spreads)
+    return TorchFile(reader.tree(value), reader.spreads)
 
 
 def storage_of(said: Any, where: str) -> Storage:
@@ -141,15 +141,12 @@ class _Tensors:
         self._rank = rank
         self.spreads: dict[int, MeshPart] = {}
 
-    def tree(self, value: Any, path: str) -> Any:
-        if isinstance(value, dict):
-            return {k: self.tree(v, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            items = [self.tree(item, f"{path}[{n}]") for n, item in enumerate(value)]
-            return items if isinstance(value, list) else tuple(items)
-        if isinstance(value, Placeholder):
-            return self.tensor(value, f"{self._where}: {path}")
-        return value
+    def tree(self, value: Any) -> Any:
+        def made(leaf: Any, path: str) -> Any:
+            is_one = isinstance(leaf, Placeholder)
+            return self.tensor(leaf, f"{self._where}: {path}") if is_one else leaf
+
+        return changed(value, made)
 
     def tensor(self, said: Any, where: str) -> Any:
         """The tensor that a placeholder is; the placeholder itself where it is none."""
@@ -313,18 +310,16 @@ def _numpy_value(said: Placeholder, where: str) -> Any:
 
 def plain(value: Any, where: str) -> Any:
     """A value of a pickle without storages: what numpy has made in it are arrays and numbers."""
-    return _Tensors("", where, {}, 0).tree(value, "")
+    return _Tensors("", where, {}, 0).tree(value)
 
 
-def with_tensors(tree: Any, change: Callable[[StateTensor], StateTensor]) -> Any:
-    """A tree with other tensors in the place of its own."""
-    if isinstance(tree, StateTensor):
-        return change(tree)
+def changed(tree: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:
+    """A tree of dictionaries, lists and tuples with other leaves; `change` is told where one is."""
     if isinstance(tree, dict):
-        return {key: with_tensors(item, change) for key, item in tree.items()}
+        return {k: changed(v, change, f"{path}.{k}" if path else str(k)) for k, v in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(with_tensors(item, change) for item in tree)
-    return tree
+        return type(tree)(changed(item, change, f"{path}[{n}]") for n, item in enumerate(tree))
+    return change(tree, path)
 
 
 def is_whole(data: bytes) -> bool:

@@ -8,9 +8,11 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from ckptkit.checkpoint.places import Place, store_at
@@ -18,10 +20,12 @@ from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
 from ckptkit.checkpoint.run.run import Retention, Run
 from ckptkit.checkpoint.workers import look_until
-from ckptkit.errors import CkptkitError, PeerError, UsageError
+from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.storage import Store
 
 log = logging.getLogger("ckptkit.live")
+
+Found = TypeVar("Found")
 
 
 class Tiers:
@@ -329,3 +333,23 @@ os.register_at_fork(after_in_child=_unsettled.clear)
 # Before the thread pools' own end, which was registered earlier, when concurrent.futures was
 # loaded: they take no more work after it. A thread that is merely no daemon is joined too late.
 threading._register_atexit(_settle_all)  # type: ignore[attr-defined]
+
+
+def first_sound(
+    steps: Sequence[tuple[object, int | None]], load: Callable[[Any, int | None], Found]
+) -> Found:
+    """What a load gives of the first of some steps, told by their runs and numbers, that is not
+    damaged. That of the others is in the log. Where ranks load together, they tell each other what
+    is damaged, so all of them go on alike.
+    """
+    for here, then in zip_longest(steps, steps[1:]):
+        try:
+            return load(*here)
+        except FormatError as error:
+            if then is None:
+                raise
+            log.error(
+                "step %s is damaged in %s, trying step %s in %s: %s",
+                *(here[1], here[0], then[1], then[0], error),
+            )
+    raise ValueError("no step to load from")

@@ -5,24 +5,47 @@ for each array. Boxes are not among them: the page computes these, as `model.cut
 from __future__ import annotations
 
 import math
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptkit.checkpoint.check.differences import ArrayForm, Diff
+from ckptkit.checkpoint.check.state import numbers
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.stream import Band, Limits, stored_arrays, stream
 from ckptkit.checkpoint.reshard.plan import ReshardPlan
+from ckptkit.checkpoint.reshard.target import TargetArray
 from ckptkit.checkpoint.run.run import Run
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.format.arrays import ArrayKind
 from ckptkit.format.names import fold_names
-from ckptkit.model import Grid, Placement, Strategy, placement_to_doc
+from ckptkit.model import Box, Grid, Placement, Strategy, placement_to_doc
 from ckptkit.model.document import in_short
+from ckptkit.plan.read import writers
 
 Facts: TypeAlias = dict[str, Any]
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+OCTAVES = 12
+"""How many powers of two below the largest number the histogram shows, on each side of zero."""
 
 # A grid of a foreign file may have a border for each rank of a large job.
 _EDGES = 1024
 _ITEMS = 500
+_GROUPS = 16
+# What takes longer than a look is worth is not counted.
+_MOST_PARTS = 50_000
+_BLOCK = 1 << 14
+# Exponents of float64, smaller ones together with the smallest.
+_LEAST, _MOST = -1022, 1024
+_SIDE = _MOST - _LEAST + 1
 _short = partial(in_short, width=160)
 
 
@@ -137,6 +160,159 @@ def diff_facts(found: Diff, other: Checkpoint) -> Facts:
         ],
         "objects_differ": len(found.objects),
     }
+
+
+def flows_of(plan: ReshardPlan, most_parts: int = _MOST_PARTS) -> dict[str, Any] | None:
+    """The bytes of elements, and the chunks touched, from each pack to each rank, packs and ranks
+    in at most 16 groups that follow each other; None where there are too many parts to look at.
+
+    What ranks will hold alike is in equal shares, as they write it.
+    """
+    manifest, ranks = plan.checkpoint.manifest, plan.target.world_size
+    packs = max(len(manifest.packs), 1)
+    sources, targets = min(packs, _GROUPS), min(ranks, _GROUPS)
+    group_of_pack = np.arange(packs) * sources // packs
+    group_of_rank = np.arange(ranks) * targets // ranks
+    alike: dict[tuple[int, int], list[TargetArray]] = defaultdict(list)
+    for array in plan.arrays:
+        alike[id(array.source.kind), id(array.info.kind)].append(array)
+    parts = 0
+    for arrays in alike.values():
+        layout = arrays[0].layout
+        parts += ranks if layout.is_tangled else sum(1 for _ in layout.distinct_ranks())
+        if parts > most_parts:
+            return None
+    nbytes, touched = np.zeros((2, sources, targets))
+    in_place = 0.0
+    for arrays in alike.values():
+        first, layout = arrays[0], arrays[0].layout
+        grid, itemsize = first.source.grid, first.source.dtype.itemsize
+        if not grid.chunk_count:
+            continue
+        starts = [plan.checkpoint.first_row(array.source.name) for array in arrays]
+        held = np.stack([manifest.pack[at : at + grid.chunk_count] for at in starts])
+        # How many of the arrays have each chunk in each group of packs.
+        counts = np.zeros((grid.chunk_count, sources))
+        for row in held:
+            counts[np.arange(grid.chunk_count), group_of_pack[row]] += 1
+        borders = [grid.borders(dim) for dim in range(len(grid.shape))]
+        for share, writing in chain.from_iterable(writers(layout)):
+            part = 1 / share.replicas.count
+            shares = np.bincount(group_of_rank[writing], minlength=targets) * part
+            for box in share.boxes:
+                chunks, elements = _overlaps(grid, borders, box)
+                nbytes += np.outer(elements * itemsize @ counts[chunks], shares)
+                touched += np.outer(counts[chunks].sum(axis=0), shares)
+                stays = np.isin(held[:, chunks], writing).sum(axis=0)
+                in_place += float(elements @ stays) * itemsize * part
+    return {
+        "sources": np.bincount(group_of_pack).tolist(),
+        "targets": np.bincount(group_of_rank).tolist(),
+        "bytes": np.rint(nbytes).astype(np.int64).tolist(),
+        "chunks": np.ceil(touched).astype(np.int64).tolist(),
+        # A file of another program belongs to no rank.
+        "in_place": round(in_place) if plan.checkpoint.foreign is None else None,
+    }
+
+
+def _overlaps(grid: Grid, borders: Sequence[I64], box: Box) -> tuple[I64, F64]:
+    """The chunks that a box touches, and how many elements it has of each."""
+    chunks, elements = np.zeros(1, np.int64), np.ones(1)
+    for dim, span in enumerate(grid.span(box)):
+        low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
+        met = borders[dim][span.start : span.stop + 1]
+        lengths = np.diff(np.clip(met, low, high)).astype(np.float64)
+        index = np.arange(span.start, span.stop)
+        chunks = (chunks[:, None] * grid.counts[dim] + index).reshape(-1)
+        elements = (elements[:, None] * lengths).reshape(-1)
+    return chunks, elements
+
+
+class Tally:
+    """What is counted of one array; several threads add to it in turn."""
+
+    def __init__(self) -> None:
+        self.count = self.nans = self.infinite = 0
+        self.total = 0.0
+        self.least, self.most = math.inf, -math.inf
+        self.by_exponent = np.zeros(2 * _SIDE, np.int64)
+
+    def add(self, numbers: npt.NDArray[np.float64]) -> None:
+        """Count some numbers."""
+        is_finite = np.isfinite(numbers)
+        if not is_finite.all():
+            nans = int(np.isnan(numbers).sum())
+            self.nans += nans
+            self.infinite += len(numbers) - int(is_finite.sum()) - nans
+            numbers = numbers[is_finite]
+        if not len(numbers):
+            return
+        self.count += len(numbers)
+        self.total += float(numbers.sum())
+        self.least = min(self.least, float(numbers.min()))
+        self.most = max(self.most, float(numbers.max()))
+        numbers = numbers[numbers != 0]
+        exponents = np.maximum(np.frexp(numbers)[1], _LEAST) - _LEAST + _SIDE * (numbers > 0)
+        self.by_exponent += np.bincount(exponents, minlength=2 * _SIDE)
+
+    def join(self, other: Tally) -> None:
+        """Add what another one has counted."""
+        self.count += other.count
+        self.nans += other.nans
+        self.infinite += other.infinite
+        self.total += other.total
+        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
+        self.by_exponent += other.by_exponent
+
+    def row(self) -> list[Any]:
+        """min, max, mean, zeros, NaNs, infinities, the power of two that no number reaches, and the
+        bars of the histogram: from the largest negative numbers over those near zero to the largest
+        positive ones, the highest bar being 999. Zeros alone have none.
+        """
+        zeros = self.count - int(self.by_exponent.sum())
+        if not self.count:
+            return [None, None, None, 0, self.nans, self.infinite, 0, []]
+        negative, positive = self.by_exponent[:_SIDE], self.by_exponent[_SIDE:]
+        used = np.flatnonzero(negative + positive)
+        if not len(used):
+            return [0.0, 0.0, 0.0, zeros, self.nans, self.infinite, 0, []]
+        top = int(used[-1])
+        low = max(0, top - OCTAVES + 1)
+        near = zeros + int(negative[:low].sum() + positive[:low].sum())
+        bars = np.concatenate([negative[low : top + 1][::-1], [near], positive[low : top + 1]])
+        scaled = -(-bars * 999 // max(1, int(bars.max())))
+        mean = self.total / self.count
+        found = [self.least, self.most, mean if math.isfinite(mean) else None]
+        return [*found, zeros, self.nans, self.infinite, top + _LEAST, scaled.tolist()]
+
+
+def statistics_of(
+    checkpoint: Checkpoint, limits: Limits, progress: Progress | None = None
+) -> list[list[Any]]:
+    """A row for each array of the manifest, in its order; of complex numbers both parts count."""
+    stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
+    names = checkpoint.manifest.table.names
+    tallies = [Tally() for _ in names]
+    lock = threading.Lock()
+
+    def count(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        raw, dtype = values[0].reshape(-1), stored[names[band.item]].dtype
+        here = Tally()
+        # Sums of the largest numbers overflow, which is no news.
+        with np.errstate(over="ignore", invalid="ignore"):
+            for begin in range(0, len(raw), _BLOCK):
+                here.add(_real(numbers(dtype, raw[begin : begin + _BLOCK])))
+            with lock:
+                tallies[band.item].join(here)
+
+    stream([[stored[name]] for name in names], count, limits, progress=progress)
+    return [tally.row() for tally in tallies]
+
+
+def _real(values: npt.NDArray[Any]) -> F64:
+    """Numbers as float64, complex ones as two."""
+    wide = values.view(np.float64) if values.dtype.kind == "c" else values
+    return wide.astype(np.float64, copy=False)
 
 
 def _head(checkpoint: Checkpoint) -> Facts:

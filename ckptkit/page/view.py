@@ -25,9 +25,15 @@ from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.errors import UsageError
 from ckptkit.model import Strategy
 from ckptkit.model.document import parse_size
-from ckptkit.page.facts import Facts, diff_facts, plan_facts, run_facts, step_facts
-from ckptkit.page.flows import flows_of
-from ckptkit.page.statistics import statistics_of
+from ckptkit.page.facts import (
+    Facts,
+    diff_facts,
+    flows_of,
+    plan_facts,
+    run_facts,
+    statistics_of,
+    step_facts,
+)
 from ckptkit.storage import MemoryStore, Options
 from ckptkit.version import __version__
 

@@ -17,8 +17,7 @@ from ckptkit.checkpoint.places import Place
 from ckptkit.errors import NotFoundError, UsageError
 from ckptkit.format.leaves import dumps
 from ckptkit.live import Checkpointer, PerDataRank, Restored, load, rng_state, set_rng_state
-from ckptkit.plugins.framework import Framework
-from ckptkit.plugins.runs import opened
+from ckptkit.plugins.framework import Framework, extra_beside, opened
 
 log = logging.getLogger("ckptkit.plugins")
 
@@ -49,15 +48,9 @@ def save_state(
     """
     objects = _objects(accelerator)
     own = {_OWN: _position(accelerator), _RNG: PerDataRank(rng_state())}
-    if taken := own.keys() & (extra or {}):
-        raise UsageError(
-            "this name is the plugin's own",
-            where="extra",
-            value=min(taken),
-            hint="choose another key",
-        )
+    kept = extra_beside(own, extra)
     with opened(checkpoints) as checkpointer:
-        return checkpointer.save(step, extra={**(extra or {}), **own}, **objects)
+        return checkpointer.save(step, extra=kept, **objects)
 
 
 def load_state(

@@ -1,8 +1,11 @@
-"""A framework that a plugin stands on: is it there, and the one that the plugin was made for?"""
+"""What plugins share: the framework that one stands on (is it there, and the one that the plugin
+was made for?), the run that its caller names, and what both keep in a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +13,9 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
+from ckptkit.checkpoint.places import Place
 from ckptkit.errors import UsageError
+from ckptkit.live import Checkpointer
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,21 @@ class Framework:
                 raise self._another(f"{found.__qualname__}({', '.join(takes)})")
         return found
 
+    def check(self, needs: Mapping[str, Sequence[str]]) -> None:
+        """Refuse another framework than one that has all this in its modules: names, such as
+        `Storage.ls`; of methods that are called, or put in another's place, also what they take:
+        `Storage.ls(path)`.
+        """
+        for module, names in needs.items():
+            for name in names:
+                path, is_called, takes = name.rstrip(")").partition("(")
+                *owners, last = path.split(".")
+                owner: Any = self.module(module)
+                for each in owners:
+                    owner = self.private(owner, each)
+                arguments = [each for each in takes.split(", ") if each]
+                self.private(owner, last, arguments if is_called else None)
+
     def _another(self, lacking: str) -> UsageError:
         return UsageError(
             f"made for {self.package} {self.made_for}, this is {self.package} {self._installed()}: "
@@ -65,3 +85,27 @@ class Framework:
             return version(self.package)
         except PackageNotFoundError:
             return None
+
+
+@contextmanager
+def opened(checkpoints: Checkpointer | Place) -> Iterator[Checkpointer]:
+    """A Checkpointer, the caller's own or one for the location that it gave."""
+    if isinstance(checkpoints, Checkpointer):
+        yield checkpoints
+        return
+    with Checkpointer(checkpoints) as mine:
+        yield mine
+
+
+def extra_beside(
+    own: Mapping[str, object], extra: Mapping[str, object] | None
+) -> dict[str, object]:
+    """What a plugin keeps for itself in a step, beside what its caller does."""
+    if taken := own.keys() & (extra or {}):
+        raise UsageError(
+            "this name is the plugin's own",
+            where="extra",
+            value=min(taken),
+            hint="choose another key",
+        )
+    return {**(extra or {}), **own}

@@ -33,14 +33,14 @@ log = logging.getLogger("ckptkit.plugins")
 _TRANSFORMERS = Framework("transformers", "5.23", "transformers")
 
 # All that is private in the Trainer and is replaced here, with what it takes; as in 5.23 and 5.24.
-_REPLACED = {
-    "_save_checkpoint": ("model", "trial"),
-    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_load_scaler": ("checkpoint",),
-    "_load_rng_state": ("checkpoint",),
-    "_load_best_model": (),
-}
+_REPLACED = (
+    "Trainer._save_checkpoint(model, trial)",
+    "Trainer._load_from_checkpoint(resume_from_checkpoint, model)",
+    "Trainer._load_optimizer_and_scheduler(checkpoint)",
+    "Trainer._load_scaler(checkpoint)",
+    "Trainer._load_rng_state(checkpoint)",
+    "Trainer._load_best_model()",
+)
 _STATE_FILE = "trainer_state.json"
 _STATE = "trainer_state"
 _RNG = "rng"
@@ -85,8 +85,7 @@ class TrainerMixin:
                 value=type(self).__name__,
                 hint="class MyTrainer(TrainerMixin, Trainer)",
             )
-        for name, takes in _REPLACED.items():
-            _TRANSFORMERS.private(trainer, name, takes)
+        _TRANSFORMERS.check({"transformers": _REPLACED})
         super().__init__(*args, **kwargs)
         self._checkpoints = checkpoints
         self._checkpointer: Checkpointer | None = None

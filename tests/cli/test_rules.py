@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 import pytest
-from ckptkit.cli.options import sizes_from
+from ckptkit.cli.options import rules_options
+from ckptkit.cli.output import Reply
 
 import ckptkit
 from tests.cli.programs import ckpt, document
@@ -158,9 +161,17 @@ def test_what_cannot_be_right_is_wrong_usage(llama: Path, arguments: list[str], 
 
 
 def test_sizes_that_are_set_win_over_the_config(config: Path) -> None:
-    found = sizes_from(str(config), ("hidden_size=32", "extra = 3"))
-    assert (found["hidden_size"], found["num_attention_heads"], found["extra"]) == (32, 4, 3)
-    assert sizes_from(None, ()) == {}
+    @click.command()
+    @rules_options
+    def sizes(*, sizes: dict[str, Any], **_: Any) -> Reply:
+        return Reply(sizes)
+
+    def found(*line: str) -> Any:
+        return sizes.main([*line], standalone_mode=False).document
+
+    said = found("--config", str(config), "--set", "hidden_size=32", "--set", "extra = 3")
+    assert (said["hidden_size"], said["num_attention_heads"], said["extra"]) == (32, 4, 3)
+    assert found() == {}
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "\x00", "3"])

@@ -57,9 +57,11 @@ def test_colours_can_be_refused(run: Path, variables: dict[str, str]) -> None:
 
 
 def test_a_terminal_with_few_letters_gets_others(run: Path) -> None:
-    shown = in_terminal(30, "rules", run, "--to", "fsdp:2", PYTHONIOENCODING="ascii")
+    shown = in_terminal(40, "rules", run, "--to", "fsdp:2", PYTHONIOENCODING="ascii")
     assert shown.isascii()
     assert "~" in shown
+    # Where lines are broken anyway, names are whole.
+    assert "optimizer/w/exp_avg" in in_terminal(30, "rules", run, "--to", "fsdp:2")
     assert "#" in in_terminal(80, "show", run, PYTHONIOENCODING="ascii")
 
 

@@ -49,6 +49,23 @@ def test_a_browser_is_asked_to_show_it(
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert page.is_relative_to(tmp_path)
     assert "no browser could be started" in ckpt("view", run, "--open").stderr
+    # The next look at it leaves nothing more behind.
+    assert shown[1] == shown[0]
+    assert [*page.parent.iterdir()] == [page]
+
+
+def test_a_page_is_put_into_no_folder_of_somebody_else(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", shown.append)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "other").mkdir()
+    (tmp_path / f"ckpt-view-{os.getuid()}").symlink_to("other")
+    assert ckpt("view", run, "--open").exit_code == 0
+    assert not [*(tmp_path / "other").iterdir()]
+    assert Path(unquote(urlparse(shown[0]).path)).is_relative_to(tmp_path)
 
 
 def test_a_page_needs_a_place(run: Path, tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ckptkit
 from ckptkit.checkpoint.export import export as engine
+from ckptkit.checkpoint.export import formats
 from ckptkit.errors import AlreadyExistsError, CorruptionError, UsageError
-from ckptkit.foreign.output import pickled
 from ckptkit.model.dtype import DTYPES
 from tests.checkpoint.saving import Tensor, add, random_values, save, save_by
 from tests.cli.programs import ckpt, document
@@ -193,7 +193,7 @@ def test_torch_loads_the_weights(
     tied: bool, is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_large:  # as members beyond 4 GiB are described
-        monkeypatch.setattr(pickled, "_LARGE", 3000)
+        monkeypatch.setattr(formats, "_LARGE", 3000)
     # Several bands of one tensor, by several threads.
     monkeypatch.setattr(engine, "_SEGMENT", 1500)
     model = llama(tied=tied)

@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.model import Box
-from ckptkit.page.flows import flows_of
+from ckptkit.page.facts import flows_of
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Tensor, random_values, save
 

@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 warnings.simplefilter("ignore")  # of what it imports
 os.environ |= {"DS_ACCELERATOR": "cpu", "DEEPSPEED_LOG_LEVEL": "error"}
@@ -122,6 +124,8 @@ def by_torch(task: dict[str, Any]) -> dict[str, Any]:
     fully_shard(net)
     optimizer = torch.optim.AdamW(groups_of(net), lr=0.01)
     restored = load(task["by_torch"], model=net, optimizer=optimizer)
+    if task.get("is_uneven"):  # as if one of them had been frozen for a while
+        optimizer.state[net.up.weight]["step"] -= 1
     save(task["again"], step=restored.step, model=net, optimizer=optimizer)
     x = batch(restored.step)
     return {"losses": [float(distance(net(x), x.flip(1)))], "lr": optimizer.param_groups[1]["lr"]}
@@ -152,12 +156,16 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     engine = engine_of(task)
     said: dict[str, Any] = {"losses": [], "lr": []}
     first, note = 0, None
+    stores = task.get("storage_options")
     if source := task.get("resume"):
-        restored = load_checkpoint(engine, source, **task.get("how", {}))
+        there = Checkpointer(source, storage_options=stores) if stores else source
+        restored = load_checkpoint(engine, there, **task.get("how", {}))
         if restored is not None:
             first, note = restored.step, restored.extra.get("note")
     said |= {"note": note, "begun": [first, engine.global_steps, engine.global_samples]}
-    checkpoints = Checkpointer(task["save"], asynchronous=True) if "save" in task else None
+    checkpoints = None
+    if "save" in task:
+        checkpoints = Checkpointer(task["save"], asynchronous=True, storage_options=stores)
     for step in range(first, task["steps"]):
         loss = loss_of_step(engine, step, is_pipeline="stages" in task)
         said["losses"].append(loss)
@@ -173,11 +181,56 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
+def refusals(task: dict[str, Any]) -> dict[str, Any]:
+    """Why engines that no run can keep are refused, by what it is about them; where no CPU has
+    such an engine, one that says that it is so.
+    """
+    engine = engine_of(task)
+    loss_of_step(engine, 0, is_pipeline=False)
+    inner, kind = engine.optimizer.optimizer, type(engine.optimizer)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    on_nvme = SimpleNamespace(offload_param=None, offload_optimizer=SimpleNamespace(device="nvme"))
+    said: dict[str, Any] = {}
+
+    def attempt(about: str, of: Any = engine, **more: Any) -> None:
+        try:
+            save_checkpoint(of, task["refusals"], 3, **more)
+        except CkptkitError as error:
+            said[about] = str(error)
+
+    attempt("no engine", nn.Linear(2, 2))
+    attempt("extra", extra={"deepspeed": 1})
+    for name, value in {
+        "has_moe_layers": True,
+        "mp_world_size": 2,
+        "zenflow": True,
+        "curriculum_learning_enabled": lambda: True,
+        "random_ltd_enabled": lambda: True,
+        "optimizer": SimpleNamespace(),
+        "seq_data_parallel_group": alone,
+    }.items():
+        with patch.object(engine, name, value):
+            attempt(name)
+    with patch.object(engine._config, "zero_config", on_nvme):
+        attempt("offload_optimizer")
+    with patch.object(engine.optimizer, "offloaded_states", {"optim_states"}, create=True):
+        attempt("offloaded_states")
+    engine.optimizer.__class__ = type("MiCS_Optimizer", (kind,), {})
+    attempt("MiCS_Optimizer")
+    engine.optimizer.__class__ = kind
+    row = next(iter(inner.state))
+    inner.state[row]["seen"] = torch.ones(2, 3)
+    attempt("not cut")
+    del inner.state[row]["seen"]
+    return said
+
+
 def main(tasks: list[dict[str, Any]]) -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for task in tasks:
         try:
-            said = by_torch(task) if "by_torch" in task else run(task)
+            kind = by_torch if "by_torch" in task else refusals if "refusals" in task else run
+            said = kind(task)
         except CkptkitError as error:
             said = {"refused": str(error)}
         if dist.get_rank() == 0:

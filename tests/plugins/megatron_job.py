@@ -202,7 +202,8 @@ def run(task: dict[str, Any]) -> None:
     if task.get("strategies"):
         job.optimizer.step()
         state, place = job.state(0, is_loading=True), task["strategies"]
-        found = dist_checkpointing.load(state, place, LoadStrategy(run), strict="raise_all")
+        strategy = LoadStrategy(run, **task.get("load", {}))
+        found = dist_checkpointing.load(state, place, strategy, strict="raise_all")
         step = job.take(found)
     saved = SaveStrategy(run, **task.get("save", {}))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)

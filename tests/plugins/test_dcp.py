@@ -476,6 +476,8 @@ def test_what_does_not_fit_is_named_with_the_way_out(
     with pytest.raises(CheckpointException, match="no checkpoint: nothing there"):
         read({"w": torch.ones(1)})
     write({"model": {"w": torch.ones(2)}})
+    with pytest.raises(CheckpointException, match="step-0000000000: no checkpoint"):
+        load({"w": torch.ones(2)}, storage_reader=Reader(run, step=0, fallback=True))
     with pytest.raises(CheckpointException, match=r"Missing key .* model\.v"):
         read({"model": {"v": torch.ones(2)}})
     assert "has no model.v; it has model.w" in caplog.text

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import ckptkit
+from tests.servers.s3_server import Bucket
 
 FRAMEWORKS = os.environ.get("CKPTKIT_FRAMEWORKS", "")
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,12 +64,12 @@ def run(ranks: int, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return said
 
 
-def begun(task: dict[str, Any], folder: Path) -> dict[str, Any]:
+def begun(task: dict[str, Any], folder: Path | str) -> dict[str, Any]:
     """A training that saves after its third step, and is not there any more after the fourth."""
     return {**task, "save": str(folder), "save_after": 3, "steps": 4}
 
 
-def resumed(task: dict[str, Any], folder: Path) -> dict[str, Any]:
+def resumed(task: dict[str, Any], folder: Path | str) -> dict[str, Any]:
     return {**task, "resume": str(folder), "steps": 6}
 
 
@@ -176,6 +177,60 @@ def test_what_cannot_be_resumed_is_refused_with_the_way_out(
     assert "model/up.weight: (11, 5) in the step, (11, 6) here" in other["refused"]
     assert "AdamW" in kind["refused"]
     assert "the step is committed already" in taken["refused"]
+
+
+REFUSED = {
+    "no engine": "not an engine of DeepSpeed",
+    "extra": "this name is the plugin's own",
+    "has_moe_layers": "ranks have experts (MoE) of their own",
+    "mp_world_size": "ranks have parts of tensors (tensor parallelism)",
+    "zenflow": "ZenFlow keeps some of the state elsewhere",
+    "curriculum_learning_enabled": "curriculum learning draws its data",
+    "random_ltd_enabled": "random layers drop tokens",
+    "offload_optimizer": "its state is on NVMe",
+    "optimizer": "its optimizer is not known",
+    "seq_data_parallel_group": "1 of 2 ranks share out the parameters",
+    "offloaded_states": "engine.reload_states() comes first",
+    "MiCS_Optimizer": "shards are in groups of ranks (MiCS)",
+    "not cut": "the AdamW keeps what is not cut as its parameters are",
+}
+
+
+def test_an_engine_that_no_run_can_keep_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    (said,) = run(2, [{**FP32["zero1"], "refusals": str(tmp_path / "run")}])
+    assert said.keys() == REFUSED.keys()
+    for about, why in REFUSED.items():
+        assert why in said[about], about
+        assert "hint: " in said[about], about
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_row_of_an_engine_takes_no_two_counts_of_steps(
+    trained: tuple[Path, dict[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, _ = trained
+    uneven = {"by_torch": str(folder / "zero2"), "again": str(tmp_path), "is_uneven": True}
+    back = {**resumed(FP32["zero1"], tmp_path), "how": {"skip": ["scheduler"]}}
+    _, found = run(2, [uneven, back])
+    assert "step is 3.0 for " in found["refused"]
+    assert "2.0 for up.weight, and the engine has one for both" in found["refused"]
+
+
+def test_a_run_in_an_object_store_goes_on_under_another_stage_and_size(
+    trained: tuple[Path, dict[str, dict[str, Any]]], bucket: Bucket
+) -> None:
+    _, whole = trained
+    run_of_it = f"{bucket.url}/7b"
+    stores: dict[str, Any] = {"storage_options": dict(bucket.options)}
+    (found,) = run(2, [{**begun(FP32["zero1"], run_of_it), **stores}])
+    assert len(found["losses"]) == 4, found
+    assert ckptkit.Run(run_of_it, **stores).steps() == [3]
+    assert not ckptkit.verify(run_of_it, **stores)
+    (found,) = run(3, [{**resumed(FP32["zero3"], run_of_it), **stores}])
+    assert found["begun"] == [3, 3, 36]
+    assert found["losses"] == pytest.approx(whole["zero1"]["losses"][3:], rel=1e-6)
 
 
 def test_a_folder_of_deepspeed_goes_on_under_another_stage_and_size(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import ckptkit
 from ckptkit import Run
 from tests.cli.programs import ckpt
 from tests.servers.process import free_port
+from tests.servers.s3_server import Bucket
 
 FRAMEWORKS = os.environ.get("CKPTKIT_FRAMEWORKS", "")
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +104,21 @@ def test_a_step_is_what_megatron_itself_writes(
     assert ckpt("reshard", "--to", "fsdp:4", step, tmp_path / "cut").exit_code == 0
     task = LAYOUT | {"resume": True, "every": 9}
     again, said = train(4, tmp_path / "cut", **task)
+    assert again == {step: losses[step] for step in (4, 5, 6)}, said
+
+
+def test_both_strategies_work_on_an_object_store(bucket: Bucket, tmp_path: Path) -> None:
+    run = f"{bucket.url}/gpt"
+    stores: dict[str, Any] = {"storage_options": dict(bucket.options)}
+    task: dict[str, Any] = {"tp": 2, "folders": str(tmp_path), "async": True, "save": stores}
+    losses, said = train(2, run, **task)
+    assert len(losses) == 6, said
+    assert Run(run, **stores).steps() == [3, 6]
+    assert not ckptkit.verify(run, **stores)
+    again, said = train(2, run, pp=2, resume=True, every=9, load={"step": 3} | stores)
+    assert again == pytest.approx({step: losses[step] for step in (4, 5, 6)}, rel=1e-6), said
+    folder = str(tmp_path / "iter_0000003")
+    again, said = train(2, run, tp=2, strategies=folder, every=9, load=stores)
     assert again == {step: losses[step] for step in (4, 5, 6)}, said
 
 

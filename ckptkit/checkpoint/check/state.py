@@ -361,7 +361,7 @@ def is_near(a: Any, b: Any, tolerance: Tolerance) -> bool:
 
 
 def _block(dtype: DType, a: Array, b: Array, tolerance: Tolerance) -> Apart | None:
-    x, y = _numbers(dtype, a), _numbers(dtype, b)
+    x, y = numbers(dtype, a), numbers(dtype, b)
     are_integers = x.dtype.kind in "iu"
     distance: Array
     if are_integers:
@@ -404,8 +404,8 @@ def _block(dtype: DType, a: Array, b: Array, tolerance: Tolerance) -> Apart | No
     return Apart(count, int(np.argmax(differs)), most)
 
 
-def _numbers(dtype: DType, raw: Array) -> Array:
-    """The values: integers as they are, everything else in double precision."""
+def numbers(dtype: DType, raw: Array) -> Array:
+    """The values of raw elements: integers as they are, everything else in double precision."""
     if dtype.name == "bool":
         return raw.view(np.uint8)
     if dtype.name == "bfloat16":

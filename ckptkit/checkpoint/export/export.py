@@ -16,6 +16,19 @@ import numpy as np
 from isal import isal_zlib
 
 from ckptkit.checkpoint.export.files import FinishedFiles, place_to_write, removed_on_failure
+from ckptkit.checkpoint.export.formats import (
+    EMBEDDINGS,
+    Checked,
+    Keys,
+    NewFile,
+    NewFiles,
+    NewTensor,
+    dcp_folder,
+    hugging_face,
+    plain_name,
+    safetensors_file,
+    torch_file,
+)
 from ckptkit.checkpoint.places import Place, check_room, store_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY, bands
@@ -31,17 +44,6 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.foreign.folder import CONFIG, parsed
-from ckptkit.foreign.output.files import (
-    EMBEDDINGS,
-    Checked,
-    NewFile,
-    NewFiles,
-    NewTensor,
-    hugging_face,
-    plain_name,
-    safetensors_file,
-)
-from ckptkit.foreign.output.pickled import Keys, dcp_folder, torch_file
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.model import Box

@@ -91,7 +91,7 @@ def read_orbax(folder: Folder) -> ForeignStep:
     _add_others(folder, root, items, found)
     strategy, with_placements = _strategy(found, told, leaves, name_of)
     number = next(filter(None, map(_NUMBER.fullmatch, (location.name, location.parent.name))), None)
-    nanoseconds = root.get("commit_timestamp_nsecs")
+    nanoseconds = root.get("commit_timestamp_nsecs", 0)
     is_time = type(nanoseconds) is int and 0 < nanoseconds < 1 << 63
     keys_of = {name_of[leaf]: keys[name] for leaf in leaves if (name := leaf.dotted) in keys}
     return ForeignStep(

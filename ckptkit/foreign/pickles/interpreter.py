@@ -345,15 +345,6 @@ class _Interpreter:
         values = self.marked()
         self.push(frozenset(self.key(value, values) for value in values), values)
 
-    def new(self, *, with_keywords: bool) -> None:
-        if with_keywords and self.stack.pop():
-            raise ValueError("keywords are passed")
-        args = self.stack.pop()
-        self.call(self.stack.pop(), args)
-
-    def integer4(self) -> None:
-        self.stack.append(_INT32.unpack(self.take(4))[0])
-
     def mark(self) -> None:
         self.below.append(self.stack)
         self.stack = []
@@ -363,9 +354,6 @@ class _Interpreter:
             self.stack.pop()
         else:
             self.marked()
-
-    def pop_mark(self) -> None:
-        self.marked()
 
     def frame(self) -> None:
         if self.number(8) > len(self.data) - self.at:
@@ -408,6 +396,11 @@ class _Interpreter:
         args = self.stack.pop()
         self.call(self.stack.pop(), args)
 
+    def new_with_keywords(self) -> None:
+        if self.stack.pop():
+            raise ValueError("keywords are passed")
+        self.reduce()
+
     def marked_list(self) -> None:
         made = self.marked()
         self.push(made, made)
@@ -427,10 +420,6 @@ def _short_text(it: _Interpreter) -> None:
         it.stack.append(text)
 
 
-def _constant(value: Any) -> Callable[[_Interpreter], None]:
-    return lambda it: it.stack.append(value)
-
-
 def _byte_string(length: int) -> Callable[[_Interpreter], None]:
     def action(it: _Interpreter) -> None:
         raw = it.take(it.number(length))
@@ -439,37 +428,33 @@ def _byte_string(length: int) -> Callable[[_Interpreter], None]:
     return action
 
 
-def _old_string(length: int) -> Callable[[_Interpreter], None]:
-    return lambda it: it.text(it.number(length))
-
-
 _STOP, _MEMOIZE, _GET, _GET_LONG, _SMALL_NUMBER = ord("."), 0x94, ord("h"), ord("j"), ord("K")
 # What each opcode does; those that are not here are refused.
-_ACTIONS: dict[int, Callable[[_Interpreter], None]] = {
+_ACTIONS: dict[int, Callable[[_Interpreter], object]] = {
     0x80: _Interpreter.protocol,
     0x95: _Interpreter.frame,
     ord("("): _Interpreter.mark,
     ord("0"): _Interpreter.pop,
-    ord("1"): _Interpreter.pop_mark,
+    ord("1"): _Interpreter.marked,
     ord("2"): lambda it: it.stack.append(it.stack[-1]),
-    ord("N"): _constant(value=None),
-    0x88: _constant(value=True),
-    0x89: _constant(value=False),
+    ord("N"): lambda it: it.stack.append(None),
+    0x88: lambda it: it.stack.append(True),
+    0x89: lambda it: it.stack.append(False),
     ord("M"): lambda it: it.stack.append(it.number(2)),
-    ord("J"): _Interpreter.integer4,
+    ord("J"): lambda it: it.stack.append(_INT32.unpack(it.take(4))[0]),
     0x8A: lambda it: it.integer(it.number(1)),
     0x8B: lambda it: it.integer(it.number(4)),
     ord("G"): lambda it: it.stack.append(_FLOAT64.unpack(it.take(8))[0]),
     ord("X"): lambda it: it.text(it.number(4)),
     0x8C: _short_text,
     0x8D: lambda it: it.text(it.number(8)),
-    ord("U"): _old_string(1),
-    ord("T"): _old_string(4),
+    ord("U"): lambda it: it.text(it.number(1)),
+    ord("T"): lambda it: it.text(it.number(4)),
     ord("C"): _byte_string(1),
     ord("B"): _byte_string(4),
     0x8E: _byte_string(8),
     0x96: _byte_string(8),
-    ord(")"): _constant(value=()),
+    ord(")"): lambda it: it.stack.append(()),
     0x85: lambda it: it.tuple_of(1),
     0x86: lambda it: it.tuple_of(2),
     0x87: lambda it: it.tuple_of(3),
@@ -490,8 +475,8 @@ _ACTIONS: dict[int, Callable[[_Interpreter], None]] = {
     ord("c"): _Interpreter.named,
     0x93: _Interpreter.named_on_stack,
     ord("R"): _Interpreter.reduce,
-    0x81: lambda it: it.new(with_keywords=False),
-    0x92: lambda it: it.new(with_keywords=True),
+    0x81: _Interpreter.reduce,
+    0x92: _Interpreter.new_with_keywords,
     ord("b"): _Interpreter.build,
     ord("Q"): _Interpreter.persist,
 }

@@ -19,9 +19,10 @@ from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
 from ckptkit.foreign.spread import by_boxes
-from ckptkit.foreign.states import Path, StateTensor, counted, put, states_of
+from ckptkit.foreign.states import Path, StateTensor, counted, put, reason, states_of
 from ckptkit.foreign.torch_file import (
     Storage,
+    changed,
     dtype_of,
     is_whole,
     local_end,
@@ -30,7 +31,6 @@ from ckptkit.foreign.torch_file import (
     read_file,
     storage_of,
     tensor_of,
-    with_tensors,
 )
 from ckptkit.format.names import inner_name
 from ckptkit.model import Box, DType, document
@@ -95,20 +95,10 @@ def read_dcp(folder: Folder) -> ForeignStep:
     tree, beside, unread = _tree(folder, has)
     found = states_of(tree, str(folder.store.location))
     found.left_out |= unread
-    found.left_out |= folder.unread(beside)
     ranks = {int(m[1]) for file in has.files if (m := _FILE_OF_RANK.fullmatch(file))}
     strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
-    return ForeignStep(
-        format="dcp",
-        files={key: folder.size(key) for key in (*has.files, *beside)},
-        arrays=arrays,
-        aliases=found.aliases,
-        objects=found.objects,
-        strategy=strategy,
-        theirs=found.theirs,
-        details=found.details,
-        step=counted(tree),
-    )
+    used = (*has.files, *beside)
+    return found.step("dcp", folder, used, arrays=arrays, strategy=strategy, step=counted(tree))
 
 
 def with_optimizer(folder: Folder, model: ForeignStep) -> ForeignStep:
@@ -154,15 +144,16 @@ def _tree(folder: Folder, has: Contents) -> tuple[dict[Any, Any], list[str], dic
             paths[name] = ("optim_state", name.removeprefix("optimizer."))
     for name, value in (*has.tensors.items(), *has.objects.items()):
         put(tree, paths.get(name, (name,)), value, name)
-    tree, unread = with_lists(tree), dict(has.unread)
+    tree = with_lists(tree)
     beside: list[str] = []
+    unread = dict(has.unread)
     for key, under in _BESIDE.items() if folder.only is None else ():
         if key not in folder.files:
             continue
         try:
             said = read_file(folder, key).tree
         except FormatError as error:
-            unread[key] = error.what + (f" (got {error.value})" if error.has_value else "")
+            unread[key] = reason(error)
             continue
         more: Any = said if under is None else {under: said}
         if isinstance(more, dict) and not tree.keys() & more.keys():
@@ -450,7 +441,7 @@ def _objects(
                         where=f"{folder.where(file)}: {name}",
                         hint="the file was cut short or changed; copy it again",
                     ) from error
-                unread[name] = error.what + (f" (got {error.value})" if error.has_value else "")
+                unread[name] = reason(error)
 
 
 def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, Any]) -> Any:
@@ -474,13 +465,14 @@ def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, 
     store = MemoryStore()
     store.put(file, data)
     inner = read_file(Folder(store, {file: Stored(file, len(data), 0.0)}), file)
-    return with_tensors(
-        inner.tree,
-        lambda tensor: replace(
-            tensor,
-            extents=tuple(replace(e, offset=e.offset + item.offset) for e in tensor.extents),
-        ),
-    )
+
+    def placed(leaf: Any, _: str) -> Any:
+        if not isinstance(leaf, StateTensor):
+            return leaf
+        extents = [replace(each, offset=each.offset + item.offset) for each in leaf.extents]
+        return replace(leaf, extents=tuple(extents))
+
+    return changed(inner.tree, placed)
 
 
 def with_lists(tree: Any, depth: int = 0) -> Any:

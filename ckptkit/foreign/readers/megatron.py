@@ -22,8 +22,8 @@ from ckptkit.foreign.pickles.interpreter import Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
 from ckptkit.foreign.readers.megatron_buckets import BUCKETS, differing, placed_in
 from ckptkit.foreign.spread import placed_by_writers
-from ckptkit.foreign.states import StateTensor, counted, states_of
-from ckptkit.foreign.torch_file import read_file
+from ckptkit.foreign.states import StateTensor, counted, reason, states_of
+from ckptkit.foreign.torch_file import changed, read_file
 from ckptkit.model import MAX_WORLD_SIZE, Axis, Box, Mesh, Shard, Stage, Strategy
 
 CONFIG, COMMON = "metadata.json", "common.pt"
@@ -84,18 +84,15 @@ def read_megatron(folder: Folder) -> ForeignStep:
             found.keep(f"extra/{key}", value)
     found.theirs |= {name: key for name, key in theirs.items() if name in found.theirs}
     found.left_out |= unread
-    used = sorted({*has.files, *(key for key in (CONFIG, COMMON) if key in folder.files)})
-    found.left_out |= folder.unread(used)
     strategy, arrays = _spread(args if isinstance(args, dict) else {}, found.arrays)
-    return ForeignStep(
-        format="megatron",
-        files={key: folder.size(key) for key in used},
+    used = sorted({*has.files, *(key for key in (CONFIG, COMMON) if key in folder.files)})
+    return found.step(
+        "megatron",
+        folder,
+        used,
         arrays=arrays,
         strategy=strategy,
-        aliases=found.aliases,
-        objects=found.objects,
-        theirs=found.theirs,
-        details={**found.details, **noted},
+        details=noted,
         sizes=sizes,
         step=counted(common),
     )
@@ -112,10 +109,6 @@ def _named(
     theirs: dict[str, str] = {}
     for stored, tensor in tensors.items():
         whole = Box.whole(tensor.shape)
-        for extent in tensor.extents:
-            if len(extent.box.shape) != len(tensor.shape) or not whole.contains(extent.box):
-                what = f"a part that is not inside of {tensor.shape}"
-                raise FormatError(what, where=stored, value=extent.box)
         if OF_RANKS.fullmatch(stored):
             continue
         # The metadata may say any number of layers; it is refused where they are not in the files.
@@ -191,7 +184,7 @@ def read_common(folder: Folder, unread: dict[str, str]) -> dict[str, Any]:
         if "global that is not read" not in error.what:
             raise
         # Of a training script of somebody: without its values a model is one, too.
-        unread[COMMON] = error.what + (f" (got {error.value})" if error.has_value else "")
+        unread[COMMON] = reason(error)
         value = {}
     return _common_values(value, folder)
 
@@ -203,23 +196,23 @@ def _common_values(value: Any, folder: Folder) -> dict[str, Any]:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _plain(tree: Any) -> Any:
     """A value whose namespaces are dictionaries, and whose members of enumerations are texts."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_plain(item) for item in value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=str)
-    if isinstance(value, Global):
-        return value.name
-    if not isinstance(value, Placeholder):
-        return value
-    if value.kind == "BytesIO":
-        return value.state[0] if isinstance(value.state, tuple) and value.state else b""
-    if len(value.args) == 1 and value.state is None and type(value.args[0]) in (int, str):
-        return f"{value.kind}({value.args[0]})"
-    return _plain(value.fields()) if type(value.state) is dict else value
+
+    def made(value: Any, _: str) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(value, key=str)
+        if isinstance(value, Global):
+            return value.name
+        if not isinstance(value, Placeholder):
+            return value
+        if value.kind == "BytesIO":
+            return value.state[0] if isinstance(value.state, tuple) and value.state else b""
+        if len(value.args) == 1 and value.state is None and type(value.args[0]) in (int, str):
+            return f"{value.kind}({value.args[0]})"
+        return _plain(value.fields()) if type(value.state) is dict else value
+
+    return changed(tree, made)
 
 
 def _objects(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

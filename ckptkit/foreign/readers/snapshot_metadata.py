@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.folder import Folder, parsed
-from ckptkit.foreign.yaml_document import read_yaml
+from ckptkit.foreign.folder import Folder, parsed, read_yaml
 from ckptkit.model import document
 
 METADATA = ".snapshot_metadata"

@@ -22,6 +22,7 @@ from ckptkit.foreign.states import (
     States,
     StateTensor,
     counted,
+    reason,
     states_of,
 )
 from ckptkit.foreign.torch_file import read_file
@@ -210,19 +211,8 @@ def _step(
             value=sorted(files)[:8],
             hint="name the file that the tensors are in",
         )
-    found.left_out |= folder.unread(files)
-    return ForeignStep(
-        format="torch.save",
-        files={key: folder.size(key) for key in files},
-        arrays=more.pop("arrays", found.arrays),
-        aliases=found.aliases,
-        objects=found.objects,
-        theirs=found.theirs,
-        details=found.details,
-        sizes=config_of(folder),
-        step=number,
-        **more,
-    )
+    sizes = config_of(folder)
+    return found.step("torch.save", folder, files, sizes=sizes, step=number, **more)
 
 
 def _of_ranks(
@@ -254,7 +244,7 @@ def _of_ranks(
                 if not is_extra:
                     raise
                 # Schedulers and random numbers: a model without them is one, too.
-                left_out[key] = error.what + (f" (got {error.value})" if error.has_value else "")
+                left_out[key] = reason(error)
                 continue
             spreads |= part.spreads
             if are_items:
@@ -282,9 +272,9 @@ def _of_ranks(
         if array.extents and (spread := merged.spreads.get(array.extents)):
             by_name[array.name] = spread
     strategy, arrays = strategy_of(by_name, found.arrays, world)
-    step = _step(folder, ranks, found, counted(tree), arrays=arrays, strategy=strategy)
-    differing = {"of_rank_0": sorted(merged.differing)} if merged.differing else {}
-    return replace(step, details={**step.details, **differing})
+    details = {"of_rank_0": sorted(merged.differing)} if merged.differing else {}
+    more = {"arrays": arrays, "strategy": strategy, "details": details}
+    return _step(folder, ranks, found, counted(tree), **more)
 
 
 def _incomplete(folder: Folder, world: int, kinds: Mapping[str, Mapping[int, str]]) -> None:

@@ -1,24 +1,32 @@
 """What DCP calls a value and what a step does: `model.layers.0.weight` is `model/layers.0.weight`,
 `optim.state.layers.0.weight.exp_avg` is `optimizer/layers.0.weight/exp_avg`, as where DCP's own
 folders are read. How the keys were spelled goes with the step, so that they are given back.
+
+And which step a call of DCP means, and how its ranks meet.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptkit.errors import FormatError
+from ckptkit.checkpoint.places import Place, store_at
+from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.errors import FormatError, UsageError
 from ckptkit.foreign.extents import ForeignArray
 from ckptkit.foreign.readers.dcp import with_lists
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path, StateTensor, put, states_of
 from ckptkit.format.leaves import encode
 from ckptkit.format.names import MODEL, OPTIMIZER, join, split
+from ckptkit.live.state.ranks import StoreRanks, World, current_world, ranks_of
 from ckptkit.live.state.trees import no_tensor, put_tensors, tensors_inline
 from ckptkit.model.document import Fields
+from ckptkit.storage import Options, Store
 
 # The mark of what was a file in memory, as the state of some loops has: its bytes.
 _FILE = "ckptkit.dcp.file"
@@ -26,8 +34,68 @@ _FILE = "ckptkit.dcp.file"
 OBJECT = "dcp"
 """The object of a step that says how its keys are spelled, and has the values of DCP's own."""
 
+_STEP = re.compile(r"(?P<run>.*?)/?step[-_]?(?P<step>[0-9]{1,19})/*", re.ASCII | re.DOTALL)
 _OPTIMIZERS = re.compile(rf"{'|'.join(OPTIMIZER_KEYS)}|optimizer_[0-9]+", re.ASCII)
 _NUMBERED = re.compile(r"state\.[0-9]+\..*", re.ASCII)
+
+
+class Target:
+    """A run, and perhaps a step of it; `checkpoint_id` of a call may name another."""
+
+    def __init__(self, location: Place, step: int | None, options: Options | None) -> None:
+        self.location = location
+        self.step = step
+        self._options = options
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.store().location}{step}"
+
+    def name(self, checkpoint_id: str | os.PathLike[str] | int) -> None:
+        """Take the `checkpoint_id` of a call: the number of a step, or the path of a run or of a
+        step in it.
+        """
+        text = str(checkpoint_id)
+        if text.isdecimal():
+            self.step = int(text)
+        elif step := _STEP.fullmatch(text):
+            self.location, self.step = step["run"] or ".", int(step["step"])
+        else:
+            self.location = text
+
+    def store(self) -> Store:
+        """The store of the run."""
+        return store_at(self.location, self._options)
+
+    def wanted_step(self) -> int:
+        """The step that is to be saved."""
+        if self.step is None:
+            raise UsageError(
+                "nothing says which step this is",
+                where=str(self.store().location),
+                hint="Writer(run, step=…), or checkpoint_id=… with the number of the step",
+            )
+        return self.step
+
+
+class Meeting(NamedTuple):
+    """How the ranks of one call meet: over the store of the job, under a name that no other call
+    has. The coordinator puts it into the plan of each, so any process group does, in any thread.
+    """
+
+    name: str
+    size: int
+    """How many ranks come."""
+
+    @classmethod
+    def of(cls, size: int) -> Meeting:
+        """A new one."""
+        return cls(f"dcp/{secrets.token_hex(12)}", size)
+
+    def ranks(self, rank: int, timeout: float, failure: str) -> StoreRanks | OneRank:
+        """The ranks, as one of them meets the others."""
+        world = World(rank, self.size, current_world().rendezvous)
+        return ranks_of(world, self.name, timeout, failure)
 
 
 @dataclass(frozen=True, slots=True)

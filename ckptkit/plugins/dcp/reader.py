@@ -38,9 +38,16 @@ from ckptkit.live.restore import NOT_LOADED
 from ckptkit.live.state.ranks import copying_threads, current_world
 from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
 from ckptkit.live.state_dict import nested_state
+from ckptkit.live.tiers import first_sound
 from ckptkit.model import Box
-from ckptkit.plugins.dcp.meeting import Meeting, Target
-from ckptkit.plugins.dcp.names import OBJECT, Names, from_leaf, value_in
+from ckptkit.plugins.dcp.names import (
+    OBJECT,
+    Meeting,
+    Names,
+    Target,
+    from_leaf,
+    value_in,
+)
 from ckptkit.storage import Options
 
 log = logging.getLogger("ckptkit.plugins")
@@ -88,7 +95,7 @@ class DcpReader(StorageReader):
         self._keys = None
 
     def read_metadata(self) -> Metadata:
-        self._keys = next(self._candidates())
+        self._keys = self._found()
         return self._keys.metadata()
 
     def set_up_storage_reader(
@@ -133,28 +140,23 @@ class DcpReader(StorageReader):
 
     def _opened(self) -> Keys:
         if self._keys is None:
-            self._keys = next(self._candidates())
+            self._keys = self._found()
         return self._keys
 
-    def _candidates(self, below: int | None = None) -> Iterator[Keys]:
-        """The step to load, and with `fallback` those before it; without any an error is raised."""
+    def _found(self, below: int | None = None) -> Keys:
+        """The step to load: with `fallback` the newest that can be opened, below a number."""
         store, step = self._target.store(), self._target.step
-        if not self._fallback:
-            yield Keys(Run(store).open(step) if step is not None else open_checkpoint(store))
-            return
-        most = below if below is not None else None if step is None else step + 1
-        problem: FormatError | None = None
-        for number in Run(store).steps()[::-1]:
-            if most is not None and number >= most:
-                continue
-            try:
-                yield Keys(Run(store).open(number))
-            except FormatError as error:
-                problem = error
-                log.error("step %d is damaged in %s: %s", number, store.location, error)
-        if problem is None and below is None:
-            yield Keys(open_checkpoint(store))
-        raise problem or NotFoundError("no step before it", where=str(self._target))
+        numbers: list[int] = []
+        if self._fallback:
+            most = step if below is None else below - 1
+            numbers = Run(store).steps()[::-1]
+            numbers = [number for number in numbers if most is None or number <= most]
+        if numbers:
+            places = [(store.location, number) for number in numbers]
+            return first_sound(places, lambda _, number: Keys(Run(store).open(number)))
+        if below is not None:
+            raise NotFoundError("no step before it", where=str(self._target))
+        return Keys(Run(store).open(step) if step is not None else open_checkpoint(store))
 
     def _read_any(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Read the first step that is whole, on all ranks alike."""
@@ -178,7 +180,7 @@ class DcpReader(StorageReader):
                 log.error("step %d is damaged in %s: %s", at.step, at.location, first)
                 at.close()
                 try:
-                    older = next(self._candidates(below=at.step))
+                    older = self._found(below=at.step)
                 except NotFoundError:
                     raise problem or PeerError(f"{NOT_LOADED}, because of {first}") from problem
                 number = ranks.share(partial(getattr, older.checkpoint, "step"))
@@ -276,8 +278,7 @@ class Keys:
         self, items: Sequence[ReadItem], planner: LoadPlanner, *, verify: bool, threads: int | None
     ) -> None:
         """Fill what a plan asks for."""
-        wanted: list[tuple[str, Box, npt.NDArray[Any]]] = []
-        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        wanted: list[tuple[str, Box, torch.Tensor]] = []
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         for item in items:
             fqn = item.storage_index.fqn
@@ -290,27 +291,17 @@ class Keys:
                 data.seek(0)
                 planner.load_bytes(item, data)
                 continue
-            name = self._arrays[key]
-            info = self.checkpoint.info(name)
             target = planner.resolve_tensor(item).detach()
-            box, memory = Box(tuple(item.storage_offsets), tuple(item.lengths)), target
+            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
             if tuple(target.shape) != box.shape:
                 raise NotFoundError(
                     f"the planner gives {tuple(target.shape)} for {box.shape}",
                     where=str(self),
                     value=fqn,
                 )
-            is_alike = target.is_cpu and dtype_of(fqn, target) == info.dtype
-            if not is_alike or target.is_conj() or target.is_neg():
-                memory = torch.empty(box.shape, dtype=torch_dtype(info.dtype))
-                copied.append((target, memory))
-            wanted.append((name, box, as_bits(fqn, memory)))
+            wanted.append((self._arrays[key], box, target))
             filled.append((item, target))
-        if threads is None and not self.checkpoint.store.abilities.waits_for_answers:
-            threads = copying_threads(current_world())
-        self.checkpoint.read_many(wanted, verify=verify, threads=threads)
-        for target, memory in copied:
-            target.copy_(memory)
+        fill(self.checkpoint, wanted, verify=verify, threads=threads)
         for item, target in filled:
             planner.commit_tensor(item, target)
 
@@ -373,6 +364,33 @@ class Keys:
                 for key in group.keys() - {"params"}:
                     flat = f"{OPTIMIZER}.param_groups.{parameter}.{key}"
                     self._usual.setdefault(flat, f"{OPTIMIZER}.param_groups.{number}.{key}")
+
+
+def fill(
+    checkpoint: Checkpoint,
+    wanted: Sequence[tuple[str, Box, torch.Tensor]],
+    *,
+    verify: bool,
+    threads: int | None,
+) -> None:
+    """Read boxes of arrays into tensors: what lies on a device, or is of another type of elements,
+    through memory of its own.
+    """
+    read: list[tuple[str, Box, npt.NDArray[Any]]] = []
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, box, target in wanted:
+        memory, dtype = target, checkpoint.info(name).dtype
+        is_alike = target.is_cpu and dtype_of(name, target) == dtype
+        if not is_alike or target.is_conj() or target.is_neg():
+            memory = torch.empty(box.shape, dtype=torch_dtype(dtype))
+            copied.append((target, memory))
+        read.append((name, box, as_bits(name, memory)))
+    if threads is None and not checkpoint.store.abilities.waits_for_answers:
+        threads = copying_threads(current_world())
+    checkpoint.read_many(read, verify=verify, threads=threads)
+    with torch.no_grad():
+        for target, memory in copied:
+            target.copy_(memory)
 
 
 def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:

@@ -47,9 +47,17 @@ from ckptkit.live.state.ranks import current_world
 from ckptkit.live.state.tensors import as_bits, dtype_of, local_of
 from ckptkit.live.state.topology import Topology
 from ckptkit.model import Assigned, Box, DType, Part, Placement, Replicate, Strategy
+from ckptkit.model.document import located
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid, may_cut
-from ckptkit.plugins.dcp.meeting import Meeting, Target
-from ckptkit.plugins.dcp.names import OBJECT, Names, as_leaf, name_tensors, objects_of
+from ckptkit.plugins.dcp.names import (
+    OBJECT,
+    Meeting,
+    Names,
+    Target,
+    as_leaf,
+    name_tensors,
+    objects_of,
+)
 from ckptkit.storage import Options
 
 
@@ -233,7 +241,8 @@ class DcpWriter(StorageWriter):
         digest = hashlib.sha256(repr(sorted(keys)).encode()).digest()
 
         def conclude(heard: list[list[Any]]) -> list[bool]:
-            return [all(each == mine for each in said) for said, mine in _columns(heard)]
+            # Of each question what all ranks say, and whether that is one answer.
+            return [all(each == said[0] for each in said) for said in zip(*heard, strict=True)]
 
         is_spread, all_have = ranks.agree(
             ["" if spread is None else str(spread[0]), digest], conclude
@@ -325,8 +334,9 @@ def _told(
                 continue
             if (known := tensors.get(fqn)) is None:
                 data = item.tensor_data
-                known = tuple(data.size), _dtype(fqn, data.properties.dtype), [], rank
-                tensors[fqn] = known
+                with located(fqn):
+                    dtype = DType.of(data.properties.dtype)
+                known = tensors[fqn] = tuple(data.size), dtype, [], rank
             if not (box := _box(item)).is_empty:
                 known[2].append(Extent(box, str(rank), 0))
     found = {
@@ -467,16 +477,3 @@ def _box(item: WriteItem) -> Box:
     assert item.tensor_data is not None  # noqa: S101 — asked of tensors only
     chunk = item.tensor_data.chunk
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-def _dtype(fqn: str, dtype: torch.dtype) -> DType:
-    try:
-        return DType.of(dtype)
-    except UnsupportedTypeError as error:
-        error.where = fqn
-        raise
-
-
-def _columns(heard: Sequence[Sequence[Any]]) -> list[tuple[list[Any], Any]]:
-    """What all ranks say to each question, and what rank 0 does."""
-    return [([said[at] for said in heard], first) for at, first in enumerate(heard[0])]

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from ckptkit.plugins.framework import Framework
 
-LIGHTNING = Framework("lightning", "2.6", "lightning")
 # What the strategies override. A release that calls it otherwise would save without us, unnoticed.
-for _name in (
+_OVERRIDDEN = (
     *("save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"),
     *("lightning_module_state_dict", "load_model_state_dict", "optimizer_state"),
     *("load_optimizer_state_dict", "lightning_restore_optimizer", "restore_checkpoint_after_setup"),
-):
-    LIGHTNING.private(LIGHTNING.module("lightning.pytorch.strategies").Strategy, _name)
+)
+Framework("lightning", "2.6", "lightning").check(
+    {"lightning.pytorch.strategies": [f"Strategy.{name}" for name in _OVERRIDDEN]}
+)
 
 # Only what is known to be there is imported.
 from ckptkit.plugins.lightning.paths import step_at  # noqa: E402

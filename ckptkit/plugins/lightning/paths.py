@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, count, zip_longest
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
@@ -34,7 +34,7 @@ from ckptkit.live.resume import saved_documents
 from ckptkit.live.save import Arena, SaveOptions, prepare
 from ckptkit.live.state.extra import SEEN_BY_ALL
 from ckptkit.live.state.ranks import World, current_world, meeting
-from ckptkit.live.tiers import Background
+from ckptkit.live.tiers import Background, first_sound
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.storage import Options, Store
 
@@ -178,17 +178,14 @@ class PathRuns:
                     objects["dataloader"] = loaders
         options = self._loading if strict else {**self._loading, "partial": True}
         options = {key: value for key, value in options.items() if key != "fallback"}
-        restored: Restored | None = None
-        if not target.steps:
+
+        def fill(run: str, step: int | None) -> Restored | None:
+            return self._at(run).restore(step=step, **options, **objects)
+
+        if target.steps:
+            restored = first_sound(target.steps, fill)
+        else:
             restored = load(self._store(target.location), **options, **objects)
-        for place, then in zip_longest(target.steps, target.steps[1:]):
-            try:
-                restored = self._at(place[0]).restore(step=place[1], **options, **objects)
-                break
-            except FormatError as error:  # on all ranks alike
-                if then is None:
-                    raise
-                _log_damage(place, then, error)
         if restored and not restored.report.is_exact and current_world().rank == 0:
             log.warning("%s is not all that it was loaded into: %s", path, restored.report)
         return _as_lightning_has_it(rest.content, {}, loaders.states)
@@ -308,16 +305,16 @@ class PathRuns:
             )
             steps += [(run, each) for each, run in sorted(older, reverse=True) if each <= step]
             steps = list(dict.fromkeys(steps))
-        while True:
-            at = f"{steps[0][0]}/{step_name(steps[0][1])}" if steps else place
-            try:
-                with open_checkpoint(self._store(at)) as checkpoint:
-                    groups = {it.name.partition("/")[0] for it in checkpoint.manifest.objects}
-                return PathTarget(at, steps, sorted(groups))
-            except FormatError as error:
-                if len(steps) < 2:
-                    raise
-                _log_damage(steps.pop(0), steps[0], error)
+
+        def look(run: str, step: int | None) -> PathTarget:
+            at = run if step is None else f"{run}/{step_name(step)}"
+            with open_checkpoint(self._store(at)) as checkpoint:
+                groups = {it.name.partition("/")[0] for it in checkpoint.manifest.objects}
+            sound = [] if step is None else steps[steps.index((run, step)) :]
+            return PathTarget(at, sound, sorted(groups))
+
+        places: list[tuple[str, int | None]] = [*steps]
+        return first_sound(places or [(place, None)], look)
 
     def _folder(self, path: str) -> tuple[Store, str]:
         """The store of the folder that a path is in, and the name there."""
@@ -396,12 +393,6 @@ def step_at(path: str | os.PathLike[str], *, storage_options: Options | None = N
     """
     runs = PathRuns({"storage_options": storage_options}, None)
     return runs._found(path).location
-
-
-def _log_damage(place: tuple[str, int], then: tuple[str, int], error: Exception) -> None:
-    log.error(
-        "step %d of %s is damaged, trying step %d of %s: %s", *place[::-1], *then[::-1], error
-    )
 
 
 def _as_lightning_has_it(

@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
@@ -25,24 +22,23 @@ from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.megatron import COMMON, CONFIG
 from ckptkit.live.restore import NOT_LOADED, open_together
-from ckptkit.live.state.ranks import copying_threads, current_world, meeting
-from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
+from ckptkit.live.state.ranks import current_world, meeting
+from ckptkit.live.state.tensors import torch_dtype
+from ckptkit.live.tiers import first_sound
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import Box, DType
 from ckptkit.plugins.dcp.names import from_leaf
-from ckptkit.plugins.dcp.reader import Keys
-from ckptkit.plugins.megatron.pieces import (
+from ckptkit.plugins.dcp.reader import Keys, fill
+from ckptkit.plugins.megatron.save import (
     BACKEND,
+    FILE,
     OBJECT,
     leaves_of,
     number_in,
     pieces_of,
     temporary,
 )
-from ckptkit.plugins.megatron.save import FILE
 from ckptkit.storage import Options
-
-log = logging.getLogger("ckptkit.plugins")
 
 
 def load(
@@ -65,36 +61,26 @@ def load(
     """
     store = store_at(location, storage_options)
 
-    def found() -> list[int | None]:
-        steps = Run(store).steps()[::-1]
+    def found() -> list[int] | list[None]:
+        numbers = Run(store).steps()[::-1] if step is None or fallback else []
         if step is not None:
-            return [step, *(number for number in steps if number < step and fallback)]
-        if steps:
-            return [*steps] if fallback else [steps[0]]
+            numbers = [step, *(number for number in numbers if number < step)]
+        if numbers:
+            return numbers if fallback else numbers[:1]
         try:  # one step, by its own location
             open_checkpoint(store).close()
         except NotFoundError:
             return []
         return [None]
 
+    def filled(_: object, number: int | None) -> Any:
+        strategy = LoadStrategy(store, step=number, verify=verify, threads=threads, timeout=timeout)
+        return dist_checkpointing.load(sharded_state_dict, strategy.folder(), strategy, **options)
+
     with meeting(current_world(), "steps", timeout, NOT_LOADED) as ranks:
         candidates = ranks.share(found)
-    for number, older in zip_longest(candidates, candidates[1:]):
-        strategy = LoadStrategy(store, step=number, verify=verify, threads=threads, timeout=timeout)
-        try:
-            folder = strategy.folder()
-            return dist_checkpointing.load(sharded_state_dict, folder, strategy, **options)
-        except FormatError as error:  # on all ranks alike: they told each other
-            if older is None:
-                raise
-            log.error(
-                "step %d is damaged in %s, trying step %d: %s",
-                number,
-                store.location,
-                older,
-                error,
-            )
-    return None
+    places = [(store.location, number) for number in candidates]
+    return first_sound(places, filled) if places else None
 
 
 class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
@@ -142,19 +128,16 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         """Fill the tensors of a state dictionary; what it has comes back with values in it."""
-        world = current_world()
-        with meeting(world, "load", self._timeout, NOT_LOADED) as ranks:
+        with meeting(current_world(), "load", self._timeout, NOT_LOADED) as ranks:
             opened, self._opened = self._opened, None
             if opened is None:
                 opened = open_together(self._store, self._number(checkpoint_dir), ranks)
             with opened as checkpoint:
                 _refuse_foreign(checkpoint)
                 tensors, objects = leaves_of(sharded_state_dict)
-                keys, threads = Keys(checkpoint), self._threads
-                if threads is None and not self._store.abilities.waits_for_answers:
-                    threads = copying_threads(world)
                 values = _values(checkpoint, objects)
-                _fill(keys, tensors, verify=self._verify, threads=threads)
+                wanted = _wanted(Keys(checkpoint), tensors)
+                fill(checkpoint, wanted, verify=self._verify, threads=self._threads)
             ranks.wait()
 
         def given(held: Any) -> Any:
@@ -237,10 +220,9 @@ def _values(checkpoint: Checkpoint, objects: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
-def _fill(keys: Keys, tensors: Sequence[Any], *, verify: bool, threads: int | None) -> None:
-    """Fill what a rank holds of some tensors."""
-    wanted: list[tuple[str, Box, npt.NDArray[Any]]] = []
-    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+def _wanted(keys: Keys, tensors: Sequence[Any]) -> list[tuple[str, Box, torch.Tensor]]:
+    """Which boxes of which arrays fill what a rank holds of some tensors."""
+    wanted: list[tuple[str, Box, torch.Tensor]] = []
     lacking: list[str] = []
     for held in tensors:
         held.init_data("cpu")
@@ -251,22 +233,17 @@ def _fill(keys: Keys, tensors: Sequence[Any], *, verify: bool, threads: int | No
             if name is None:
                 lacking.append(f"{piece.fqn} is not there")
                 continue
-            info = keys.checkpoint.info(name)
-            box, memory = piece.box, piece.memory
-            if info.shape != piece.shape:
-                if not held.allow_shape_mismatch or len(info.shape) != len(piece.shape):
-                    lacking.append(f"{piece.fqn} is {info.shape}, not {piece.shape}")
+            there, box, memory = keys.checkpoint.info(name).shape, piece.box, piece.memory
+            if there != piece.shape:
+                if not held.allow_shape_mismatch or len(there) != len(piece.shape):
+                    lacking.append(f"{piece.fqn} is {there}, not {piece.shape}")
                     continue
                 # Vocabularies are padded for as many ranks as there were: the rest stays zero.
-                common = box.intersect(Box.whole(info.shape))
+                common = box.intersect(Box.whole(there))
                 if common is None:
                     continue
                 box, memory = common, memory[common.within(box)]
-            if not memory.is_cpu or dtype_of(piece.fqn, memory) != info.dtype:
-                read = torch.empty(box.shape, dtype=torch_dtype(info.dtype))
-                copied.append((memory, read))
-                memory = read
-            wanted.append((name, box, as_bits(piece.fqn, memory)))
+            wanted.append((name, box, memory))
     if lacking:
         raise StateMismatchError(
             f"the step is of another model: {'; '.join(lacking[:4])}"
@@ -275,7 +252,4 @@ def _fill(keys: Keys, tensors: Sequence[Any], *, verify: bool, threads: int | No
             hint="`ckpt show` lists what the step has; --names and --rename of `ckpt reshard` give "
             "it other names",
         )
-    keys.checkpoint.read_many(wanted, verify=verify, threads=threads)
-    with torch.no_grad():
-        for memory, read in copied:
-            memory.copy_(read)
+    return wanted

@@ -75,14 +75,15 @@ class Commit(NamedTuple):
 
 
 class _At(NamedTuple):
-    """What a path of torch_checkpointing is: a file, or a folder, of a checkpoint that is not
-    committed yet; else just a key.
-    """
+    """Where a path of torch_checkpointing leads."""
 
     key: str
     checkpoint: str = ""
+    """That it is in, or is all of, and which is not committed yet."""
     name: str = ""
-    is_temporary: bool = False
+    """In that."""
+    sums: str = ""
+    """Where its checksums are then."""
 
 
 class CkptkitStorage(Storage):
@@ -116,13 +117,17 @@ class CkptkitStorage(Storage):
                     f"the name of a checkpoint must not begin with {BEFORE}",
                     value=text,
                 )
-            checkpoint = "/".join([*nodes[:number], name])
-            return _At(key, checkpoint, "/".join(nodes[number + 1 :]), is_temporary=True)
+            checkpoint, inside = "/".join([*nodes[:number], name]), "/".join(nodes[number + 1 :])
+            key, sums = (
+                "/".join(filter(None, [checkpoint, folder, self._config.job(), inside]))
+                for folder in (FILES, SUMS)
+            )
+            return _At(key, checkpoint, inside, sums)
         return _At(key)
 
     def _committed(self, at: _At, *, anew: bool = False) -> tuple[str, Commit, str] | None:
         """The committed checkpoint that a path is, or is in, and the name in that."""
-        if at.is_temporary:
+        if at.checkpoint:
             return None
         nodes = at.key.split("/") if at.key else []
         folders = {"/".join(nodes[:n]): "/".join(nodes[n:]) for n in range(len(nodes), 0, -1)}
@@ -159,10 +164,6 @@ class CkptkitStorage(Storage):
     def _where(self, key: str) -> str:
         return f"{self._store.location}/{key}"
 
-    def _key(self, at: _At, folder: str = FILES) -> str:
-        """Where a file of a checkpoint that is not committed yet lies."""
-        return "/".join(filter(None, [at.checkpoint, folder, self._config.job(), at.name]))
-
     def _is_begun(self, key: str) -> bool:
         """Whether there is nothing but what saves have left that were never committed."""
         names = set(self._store.children(key)) if key else set()
@@ -175,10 +176,10 @@ class CkptkitStorage(Storage):
 
     def get_write_stream(self, path: Path, data: object) -> WritingStream:
         at = self._at(path)
-        if at.is_temporary:
+        if at.checkpoint:
             if self._read_commit(at.checkpoint):
                 raise self._exists(at.checkpoint)
-            return WritingStream(self._store, self._key(at), self._key(at, SUMS), data)
+            return WritingStream(self._store, at.key, at.sums, data)
         self._refuse_committed(at)
         return WritingStream(self._store, at.key, "", data)
 
@@ -189,7 +190,7 @@ class CkptkitStorage(Storage):
     def mkdir(self, path: Path, recursive: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 — torch_checkpointing's
         """Nothing to make; but a checkpoint of that name is refused before the work, not after."""
         at = self._at(path)
-        if at.is_temporary:
+        if at.checkpoint:
             names = set(self._store.children(at.checkpoint))
             if not names <= {FILES, SUMS}:
                 raise self._exists(at.checkpoint)
@@ -202,10 +203,10 @@ class CkptkitStorage(Storage):
         background_cleanup: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> None:
         source, target = self._at(src_path), self._at(dst_path)
-        if source.is_temporary and not source.name and source.checkpoint == target.key:
+        if source.checkpoint and not source.name and source.checkpoint == target.key:
             self._commit(target.key)
             return
-        if source.is_temporary or target.is_temporary or self._committed(source):
+        if source.checkpoint or target.checkpoint or self._committed(source):
             raise StorageError(
                 "only all of a checkpoint is renamed, and to its own name",
                 where=self._where(target.key),
@@ -266,8 +267,8 @@ class CkptkitStorage(Storage):
 
     def delete(self, path: Path) -> None:
         at = self._at(path)
-        if at.is_temporary:
-            self._store.delete([self._key(at, SUMS), self._key(at)])
+        if at.checkpoint:
+            self._store.delete([at.sums, at.key])
             return
         self._refuse_committed(at)
         self._store.size(at.key)  # as files do: what is not there cannot be deleted
@@ -276,9 +277,8 @@ class CkptkitStorage(Storage):
     def rmdir(self, path: Path) -> None:
         at = self._at(path)
         keys = [stored.key for stored in self._store.list(at.checkpoint or at.key)]
-        if at.is_temporary:
-            mine = tuple(f"{self._key(at, folder)}/" for folder in (FILES, SUMS))
-            keys = [key for key in keys if key.startswith(mine)]
+        if at.checkpoint:
+            keys = [key for key in keys if key.startswith((f"{at.key}/", f"{at.sums}/"))]
         if not keys:
             raise NotFoundError("no such folder", where=self._where(at.key))
         # What says that there is a checkpoint goes before anything of it.
@@ -290,9 +290,8 @@ class CkptkitStorage(Storage):
     def stream_read(self, path: Path, read_args: Any = None) -> ReadingStream:  # noqa: ARG002 — only for files
         at = self._at(path)
         found = self._committed(at)
-        if at.is_temporary or not found:
-            key = self._key(at) if at.is_temporary else at.key
-            return ReadingStream(self._store, key, self._store.size(key), None)
+        if not found:
+            return ReadingStream(self._store, at.key, self._store.size(at.key), None)
         checkpoint, commit, name = found
         size = self._size(found)
         key = f"{checkpoint}/{SUMS}/{commit.id}/{name}"
@@ -315,18 +314,18 @@ class CkptkitStorage(Storage):
         at = self._at(path)
         if found := self._committed(at):
             return self._size(found)
-        return self._store.size(self._key(at) if at.is_temporary else at.key)
+        return self._store.size(at.key)
 
     def exists(self, path: Path) -> bool:
         at = self._at(path)
-        if at.is_temporary and self._read_commit(at.checkpoint):
+        if at.checkpoint and self._read_commit(at.checkpoint):
             return False
-        return self.isdir(path) or self._is_file(self._key(at) if at.is_temporary else at.key, at)
+        return self.isdir(path) or self._is_file(at.key, at)
 
     def isdir(self, path: Path) -> bool:
         at = self._at(path)
-        if at.is_temporary:
-            return bool(self._store.list(self._key(at))) and not self._is_file(self._key(at))
+        if at.checkpoint:
+            return bool(self._store.list(at.key)) and not self._is_file(at.key)
         if found := self._committed(at, anew=True):
             return not found[2] or any(name.startswith(f"{found[2]}/") for name in found[1].files)
         if self._is_begun(at.key):
@@ -351,13 +350,13 @@ class CkptkitStorage(Storage):
             below = f"{found[2]}/" if found[2] else ""
             inside = [name.removeprefix(below) for name in found[1].files if name.startswith(below)]
             return sorted({name.partition("/")[0] for name in inside})
-        names = self._store.children(self._key(at) if at.is_temporary else at.key)
+        names = self._store.children(at.key)
         paths = {name: f"{at.key}/{name}".removeprefix("/") for name in names}
-        return [name for name in names if at.is_temporary or not self._is_begun(paths[name])]
+        return [name for name in names if at.checkpoint or not self._is_begun(paths[name])]
 
     def remap_path(self, path: Path) -> str:
         at = self._at(path)
         if found := self._committed(at):
             checkpoint, commit, name = found
             return self._where(f"{checkpoint}/{FILES}/{commit.id}/{name}".removesuffix("/"))
-        return self._where(self._key(at) if at.is_temporary else at.key)
+        return self._where(at.key)

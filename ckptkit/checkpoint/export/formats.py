@@ -1,22 +1,36 @@
-"""Files of torch.save and of torch.distributed.checkpoint, to be written: a zip file with a pickle,
-and in it one member for each tensor. Pickles are made of the few opcodes that torch's own loader of
-weights allows; nothing of torch is needed for it.
+"""The files of other formats: which bytes each has, and which tensors. Nothing is written here;
+`file` fills them from a step.
+
+Those of torch.save and of torch.distributed.checkpoint are zip files with a pickle, and in them one
+member for each tensor. Pickles are made of the few opcodes that torch's own loader of weights
+allows; nothing of torch is needed for it.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from isal import isal_zlib
 
-from ckptkit.errors import UnsupportedTypeError
+from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.foreign.extents import c_order
-from ckptkit.foreign.output.files import Checked, NewFile, NewFiles, NewTensor, Piece, shards_of
+from ckptkit.foreign.readers.safetensors import DTYPES, INDEX, METADATA, MOST_HEADER
+from ckptkit.format.names import MODEL
 from ckptkit.format.pack import end_records
+from ckptkit.model import DType
+
+_SPELLED = {dtype: spelled for spelled, dtype in DTYPES.items()}
+_HEADER_ALIGNED = 8
+EMBEDDINGS = ("shared", "embed", "wte")
+"""What the names of embeddings have in them, the first ones first."""
 
 BEGIN, END = b"\x80\x02", b"."
 NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"
@@ -50,6 +64,153 @@ _STORAGES = {
     "complex64": "ComplexFloat",
     "complex128": "ComplexDouble",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor as its new file has it: raw little-endian elements in C order."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    tied: tuple[str, ...] = ()
+    """Its other names."""
+    above: tuple[str, ...] = (MODEL,)
+    """The keys of the dictionaries that it is in, where a format has such."""
+
+    @property
+    def paths(self) -> list[tuple[str, ...]]:
+        """Where it is in nested dictionaries, by each of its names."""
+        return [(*self.above, name) for name in (self.name, *self.tied)]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """Bytes of a file with the CRC-32 of tensors that come before them."""
+
+    nbytes: int
+    tensors: tuple[int, ...]
+    make: Callable[[Sequence[int]], bytes]
+    """Of the checksums of these tensors."""
+
+
+Piece: TypeAlias = bytes | int | Checked
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file: bytes, and numbers of tensors whose elements come next."""
+
+    key: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewFiles:
+    """What is to be written: large files, then what makes them a checkpoint."""
+
+    files: tuple[NewFile, ...]
+    closing: tuple[tuple[str, bytes], ...] = ()
+    """Keys and contents of what is written last."""
+
+
+def safetensors_file(key: str, tensors: Sequence[NewTensor]) -> NewFiles:
+    """All tensors in one file."""
+    return NewFiles((_file(key, tensors, range(len(tensors))),))
+
+
+def hugging_face(tensors: Sequence[NewTensor], most: int) -> NewFiles:
+    """The files of a folder that transformers opens, each with at most `most` bytes of tensors, or
+    one tensor that is larger; and the index of several.
+    """
+    shards = shards_of(tensors, most)
+    if len(shards) == 1:
+        return NewFiles((_file("model.safetensors", tensors, shards[0]),))
+    files = [
+        _file(f"model-{place:05d}-of-{len(shards):05d}.safetensors", tensors, numbers)
+        for place, numbers in zip(count(1), shards, strict=False)
+    ]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+        "weight_map": {
+            tensors[number].name: file.key
+            for file, numbers in zip(files, shards, strict=True)
+            for number in numbers
+        },
+    }
+    text = json.dumps(index, indent=2) + "\n"
+    return NewFiles(tuple(files), ((f"model{INDEX}", text.encode()),))
+
+
+def shards_of(tensors: Sequence[NewTensor], most: int) -> list[list[int]]:
+    """The numbers of the tensors of each file: neighbours with at most so many bytes, or one."""
+    shards: list[list[int]] = [[]]
+    room = most
+    for number in sorted(
+        range(len(tensors)), key=lambda n: _natural(".".join(tensors[n].paths[0]))
+    ):
+        nbytes = tensors[number].nbytes
+        if shards[-1] and nbytes > room:
+            shards.append([])
+            room = most
+        shards[-1].append(number)
+        room -= nbytes
+    return shards
+
+
+def plain_name(names: Iterable[str]) -> str:
+    """Of the names of one tied tensor the one that it is stored under: that of the embedding, for
+    that is where transformers look for it.
+    """
+
+    def rank(name: str) -> int:
+        return next((n for n, part in enumerate(EMBEDDINGS) if part in name), len(EMBEDDINGS))
+
+    return min(names, key=rank)
+
+
+def _file(key: str, tensors: Sequence[NewTensor], numbers: Iterable[int]) -> NewFile:
+    """A safetensors file. Tensors with larger elements come first: then all are aligned."""
+    order = sorted(numbers, key=lambda n: (-tensors[n].dtype.itemsize, _natural(tensors[n].name)))
+    # Transformers refuses files that do not say of which framework they are.
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
+    end = 0
+    for number in order:
+        tensor = tensors[number]
+        if tensor.dtype.name not in _SPELLED:
+            raise UnsupportedTypeError(
+                "safetensors has no such element type",
+                where=tensor.name,
+                value=tensor.dtype.name,
+                hint="convert the array on the way (--cast), or leave it out",
+            )
+        if tensor.name == METADATA:
+            raise FormatError("safetensors keeps this name for itself", where=tensor.name)
+        header[tensor.name] = {
+            "dtype": _SPELLED[tensor.dtype.name],
+            "shape": tensor.shape,
+            "data_offsets": (end, end + tensor.nbytes),
+        }
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNED)
+    if len(text) > MOST_HEADER:
+        raise FormatError(
+            f"the header would have {len(text)} bytes, {MOST_HEADER} are allowed",
+            where=key,
+            hint="write a folder of several files",
+        )
+    return NewFile(key, (len(text).to_bytes(8, "little") + text, *order))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 class _Member(NamedTuple):
@@ -166,18 +327,6 @@ def tensor_value(place: int, tensor: NewTensor) -> bytes:
     return called(named("torch._utils", f"_rebuild_tensor_v{version}"), arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """A tensor or an object in the files: what `.metadata` says of it."""
-
-    paths: Sequence[Keys]
-    offsets: bytes
-    """Of its only part."""
-    index: bytes
-    described: bytes
-    where: bytes
-
-
 def dcp_folder(
     tensors: Sequence[NewTensor], most: int, objects: Mapping[Keys, Any] | None = None
 ) -> NewFiles:
@@ -186,54 +335,46 @@ def dcp_folder(
     or one tensor that is larger.
     """
     files: list[NewFile] = []
-    stored: list[_Written] = []
-    for place, numbers in enumerate(shards_of(tensors, most)):
-        key = f"__0_{place}.distcp"
+    described: list[tuple[bytes, bytes]] = []
+    stored: list[tuple[bytes, bytes]] = []
+    spelled: list[tuple[bytes, bytes]] = []
+    groups: list[Sequence[int | Keys]] = [
+        *shards_of(tensors, most),
+        *([[*objects]] if objects else []),
+    ]
+    for place, group in enumerate(groups):
+        key, end = f"__0_{place}.distcp", 0
         pieces: list[Piece] = []
-        end = 0
-        for number in numbers:
-            tensor = tensors[number]
-            value = BEGIN + tensor_value(0, tensor) + END
-            item, nbytes = archive(value, [tensor], [number])
-            zeros = _size((0,) * len(tensor.shape))
-            where = _where(key, end, nbytes)
-            stored.append(_Written(tensor.paths, zeros, integer(0), _tensor(tensor), where))
+        for each in group:
+            if isinstance(each, int):
+                tensor, index = tensors[each], integer(0)
+                paths: Sequence[Keys] = tensor.paths
+                said, offset = _tensor(tensor), _size((0,) * len(tensor.shape))
+                item, nbytes = archive(BEGIN + tensor_value(0, tensor) + END, [tensor], [each])
+            else:
+                index, offset, paths = NONE, NONE, [each]
+                said = instance(named(_METADATA, "BytesStorageMetadata"), {})
+                value = plain((objects or {})[each], flat(each))
+                item, nbytes = archive(BEGIN + value + END, [], [])
+            info = {"relative_path": text(key), "offset": integer(end), "length": integer(nbytes)}
+            where = instance(named(_FILESYSTEM, "_StorageInfo"), info)
+            for path in paths:
+                name = text(flat(path))
+                part = {"fqn": name, "offset": offset, "index": index}
+                described.append((name, said))
+                stored.append((instance(named(_METADATA, "MetadataIndex"), part), where))
+                spelled.append((name, plain(path)))
             pieces += item
             end += nbytes
         files.append(NewFile(key, tuple(pieces)))
-    if objects:
-        key, pieces, end = f"__0_{len(files)}.distcp", [], 0
-        for path, value in objects.items():
-            item, nbytes = archive(BEGIN + plain(value, flat(path)) + END, [], [])
-            said = instance(named(_METADATA, "BytesStorageMetadata"), {})
-            stored.append(_Written([path], NONE, NONE, said, _where(key, end, nbytes)))
-            pieces += item
-            end += nbytes
-        files.append(NewFile(key, tuple(pieces)))
-    # Last: without it nobody takes the files for a checkpoint.
-    return NewFiles(tuple(files), ((".metadata", _metadata(stored)),))
-
-
-def _where(key: str, offset: int, nbytes: int) -> bytes:
-    where = {"relative_path": text(key), "offset": integer(offset), "length": integer(nbytes)}
-    return instance(named(_FILESYSTEM, "_StorageInfo"), where)
-
-
-def _metadata(stored: Sequence[_Written]) -> bytes:
-    whole, where, paths = [], [], []
-    for item in stored:
-        for path in item.paths:
-            name = text(flat(path))
-            index = {"fqn": name, "offset": item.offsets, "index": item.index}
-            whole.append((name, item.described))
-            where.append((instance(named(_METADATA, "MetadataIndex"), index), item.where))
-            paths.append((name, plain(path)))
     found = {
-        "state_dict_metadata": mapped(whole),
-        "planner_data": mapped(paths),
-        "storage_data": mapped(where),
+        "state_dict_metadata": mapped(described),
+        "planner_data": mapped(spelled),
+        "storage_data": mapped(stored),
     }
-    return BEGIN + instance(named(_METADATA, "Metadata"), found) + END
+    metadata = BEGIN + instance(named(_METADATA, "Metadata"), found) + END
+    # Last: without it nobody takes the files for a checkpoint.
+    return NewFiles(tuple(files), ((".metadata", metadata),))
 
 
 def _tensor(tensor: NewTensor) -> bytes:
@@ -335,15 +476,15 @@ def nested(leaves: Iterable[tuple[Keys, bytes]]) -> bytes:
         for key in path[:-1]:
             node = node.setdefault(key, {})
         node[path[-1]] = data
-    return _nested(tree)
 
+    def made(node: Any) -> bytes:
+        if isinstance(node, bytes):
+            return node
+        if node and all(type(key) is int for key in node):
+            return _listed(made(node[key]) for key in sorted(node))
+        return mapped((text(key), made(inner)) for key, inner in node.items())
 
-def _nested(node: Any) -> bytes:
-    if isinstance(node, bytes):
-        return node
-    if node and all(type(key) is int for key in node):
-        return _listed(_nested(node[key]) for key in sorted(node))
-    return mapped((text(key), _nested(inner)) for key, inner in node.items())
+    return made(tree)
 
 
 def _listed(items: Iterable[bytes]) -> bytes:

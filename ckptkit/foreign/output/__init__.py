@@ -1,1 +1,0 @@
-"""What checkpoints of other programs are made of, file by file; `checkpoint.export` writes them."""
