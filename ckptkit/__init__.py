@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.run.run import Run
     from ckptkit.checkpoint.workers import ProgressBar
     from ckptkit.checkpoint.write.writer import Writer
-    from ckptkit.format.names import fold_names, natural_order
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
     from ckptkit.model import Strategy
     from ckptkit.model.document import size_text, time_text
+    from ckptkit.model.folds import fold_names, natural_order
     from ckptkit.page.view import view
     from ckptkit.storage import open_store
 
@@ -56,7 +56,7 @@ _MODULES = {
     "checkpoint.run.run": ("Run",),
     "checkpoint.workers": ("ProgressBar",),
     "checkpoint.write.writer": ("Writer",),
-    "format.names": ("fold_names", "natural_order"),
+    "model.folds": ("fold_names", "natural_order"),
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
     "model.document": ("size_text", "time_text"),

@@ -24,9 +24,9 @@ from ckptkit.checkpoint.reshard.target import TargetArray
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.format.arrays import ArrayKind
-from ckptkit.format.names import fold_names
 from ckptkit.model import Box, Grid, Placement, Strategy, placement_to_doc
 from ckptkit.model.document import in_short
+from ckptkit.model.folds import fold_names
 from ckptkit.plan.read import writers
 
 Facts: TypeAlias = dict[str, Any]

@@ -25,6 +25,7 @@ from ckptkit.model import (
     layout_of,
 )
 from ckptkit.model.document import counted
+from ckptkit.model.folds import fold_names
 from ckptkit.model.rules import matches
 from ckptkit.plan.chunks import owners_of
 from ckptkit.plan.cuts import AS_IN_SOURCE, Cutter, Said, Subject, Tensor, subjects_of
@@ -232,9 +233,10 @@ def _give_owners(rows: list[_Row], index: int, ranks: int, target: Strategy) -> 
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{counted(len(names), 'tensor')}: {shown}{more}"
+    rows = fold_names(names, [()] * len(names))  # layers are alike
+    shown = ", ".join(row.name for row in rows[:_LISTED])
+    rest = sum(len(row.places) for row in rows[_LISTED:])
+    return f"{counted(len(names), 'tensor')}: {shown}{f' and {rest} more' if rest else ''}"
 
 
 def _kind_of(subject: Subject) -> str:

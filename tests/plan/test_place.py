@@ -238,11 +238,14 @@ def test_stages_of_as_many_are_those_of_the_source() -> None:
 
 
 def test_what_no_rule_knows_is_listed_with_its_number() -> None:
-    tensors = [t for i in range(12) for t in parameter(f"strange.{i}", (4, 4), states=())]
+    names = [f"strange.{i}" for i in range(12)] + [f"odd_{c}" for c in "abcdefgh"]
+    tensors = [t for name in names for t in parameter(name, (4, 4), states=())]
     with pytest.raises(RulesError) as caught:
         place(tensors, source=SINGLE, target=Strategy.parse("tp:2"), rules=RULES)
-    assert "mine: no rule says how tp cuts 12 tensors: model/strange.0, " in str(caught.value)
-    assert "model/strange.7 and 4 more" in str(caught.value)
+    assert "mine: no rule says how tp cuts 20 tensors: model/odd_a, " in str(caught.value)
+    assert "model/odd_h and 12 more" in str(caught.value)
+    with pytest.raises(RulesError, match=r"how tp cuts 12 tensors: model/strange\.\{0\.\.11\}"):
+        place(tensors[:24], source=SINGLE, target=Strategy.parse("tp:2"), rules=RULES)
     assert "--replicate-unknown" in caught.value.hint
     found = whole("tp:2", tensors, rules=RULES, replicate_unknown=True)
     assert {str(each.placements[0]) for each in found} == {"replicate"}

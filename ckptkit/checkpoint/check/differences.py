@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from ckptkit.format.names import fold_names, natural_order
 from ckptkit.model.document import counted, size_text
+from ckptkit.model.folds import fold_names, natural_order
 from ckptkit.model.pictures import card, table
 
 _SHOWN = 20

@@ -31,10 +31,10 @@ from ckptkit.foreign.extents import ForeignStep
 from ckptkit.foreign.readers.formats import find_foreign
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
-from ckptkit.format.names import fold_names, natural_order
 from ckptkit.format.objects import whole
 from ckptkit.model import Box, DType, Grid, Layout, Part, Strategy, layout_of
 from ckptkit.model.document import counted, size_text, time_text
+from ckptkit.model.folds import fold_names, natural_order
 from ckptkit.model.pictures import Inline, card, cut_picture, mesh_picture, table
 from ckptkit.storage import Address, Location, Options, Store
 from ckptkit.storage.base.store import Closing

@@ -91,8 +91,9 @@ def read_orbax(folder: Folder) -> ForeignStep:
     _add_others(folder, root, items, found)
     strategy, with_placements = _strategy(found, told, leaves, name_of)
     number = next(filter(None, map(_NUMBER.fullmatch, (location.name, location.parent.name))), None)
-    nanoseconds = root.get("commit_timestamp_nsecs", 0)
-    is_time = type(nanoseconds) is int and 0 < nanoseconds < 1 << 63
+    nanoseconds = root.get("commit_timestamp_nsecs")
+    if type(nanoseconds) is not int or not 0 < nanoseconds < 1 << 63:
+        nanoseconds = 0
     keys_of = {name_of[leaf]: keys[name] for leaf in leaves if (name := leaf.dotted) in keys}
     return ForeignStep(
         format="Orbax",
@@ -103,7 +104,7 @@ def read_orbax(folder: Folder) -> ForeignStep:
         theirs=found.theirs,
         details=found.details | ({"random_keys": keys_of} if keys_of else {}),
         step=counted(tree) or (int(number[1]) if number else 0),
-        time=nanoseconds / 1e9 if is_time else 0.0,
+        time=nanoseconds / 1e9,
         encoded=arrays.encoded,
     )
 
