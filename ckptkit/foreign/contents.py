@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -192,7 +192,8 @@ class GatheredSource(MadeSource):
         super().__init__(chunk.nbytes for chunk in manifest.gathered)
         self._chunks, self._use = manifest.gathered, use
 
-    def part(self, number: int) -> Bytes:
+    @contextmanager
+    def part(self, number: int) -> Iterator[Bytes]:
         chunk = self._chunks[number]
         whole, size = np.zeros(chunk.nbytes, np.uint8), chunk.itemsize
         for stretch in chunk.stretches:
@@ -202,7 +203,7 @@ class GatheredSource(MadeSource):
             with self._use(extent.file) as source:
                 start = extent.offset + stretch.offset
                 _read_strided(source, start, shape, stretch.strides, target)
-        return whole
+        yield whole
 
 
 def _read_strided(

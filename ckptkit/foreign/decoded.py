@@ -10,10 +10,10 @@ import bisect
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -27,8 +27,6 @@ from ckptkit.storage.base.store import LendsNothing
 
 DECODED = ".decoded"
 _KEPT_BYTES = 64 << 20
-# Of larger ones, one at a time is in the making.
-_LARGE_BYTES = 16 << 20
 # Of zstd: what a frame begins with, and its blocks: a header, at least one byte, and what that
 # becomes at most.
 _MAGIC = b"\x28\xb5\x2f\xfd"
@@ -59,6 +57,18 @@ class Encoded:
     place: Place | None
     """None for one that was not stored, because all of it is zeros."""
     is_compressed: bool = True
+
+    @property
+    def making_bytes(self) -> int:
+        """What is in memory while it is decoded: what it was, and what it becomes."""
+        is_read = self.place is not None and self.place.inside is None
+        return self.nbytes + (self.place.length if is_read and self.place else 0)
+
+
+def kept_bytes(chunks: Sequence[Encoded]) -> int:
+    """The most that a `DecodedSource` has in memory, however many threads read."""
+    sizes = [chunk.making_bytes for chunk in chunks]
+    return max(min(_KEPT_BYTES, sum(sizes)), max(sizes, default=0))
 
 
 def read_places(folder: Folder, places: Sequence[Place]) -> list[bytes]:
@@ -141,8 +151,8 @@ class MadeSource(LendsNothing, ABC):
         self.size = self._stops[-1] if self._stops else 0
 
     @abstractmethod
-    def part(self, number: int) -> Bytes:
-        """The bytes of a part."""
+    def part(self, number: int) -> AbstractContextManager[Bytes]:
+        """Lends the bytes of a part."""
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
         at = offset
@@ -150,11 +160,12 @@ class MadeSource(LendsNothing, ABC):
             done = 0
             while done < len(buffer):
                 number = bisect.bisect_right(self._stops, at)
-                data = self.part(number)
-                begin = at - self._stops[number] + len(data)
-                taken = data[begin : begin + len(buffer) - done]
-                buffer[done : done + len(taken)] = taken.data
-                done, at = done + len(taken), at + len(taken)
+                with self.part(number) as data:
+                    begin = at - self._stops[number] + len(data)
+                    count = min(len(data) - begin, len(buffer) - done)
+                    buffer[done : done + count] = data[begin : begin + count].data
+                    del data  # or it would still be in memory when the block ends
+                done, at = done + count, at + count
 
     def fetch(self, offset: int, length: int) -> memoryview:
         memory = memoryview(bytearray(length))
@@ -165,8 +176,18 @@ class MadeSource(LendsNothing, ABC):
         pass
 
 
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A chunk, once it is decoded, and how many threads need it now."""
+
+    data: Future[Bytes] = field(default_factory=Future)
+    users: int = 0
+
+
 class DecodedSource(MadeSource):
-    """The file of decoded chunks."""
+    """The file of decoded chunks. A thread waits where its chunk and those that others are using
+    would be too much, so that memory is bounded.
+    """
 
     def __init__(
         self,
@@ -178,38 +199,60 @@ class DecodedSource(MadeSource):
         super().__init__(chunk.nbytes for chunk in chunks)
         self._chunks = chunks
         self._use, self._where = use, where
-        self._kept: OrderedDict[int, Future[Bytes]] = OrderedDict()
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._kept_bytes = 0
-        self._lock = threading.Lock()
-        self._large = threading.Lock()
+        self._changed = threading.Condition()
 
     def close(self) -> None:
         self._kept.clear()
 
-    def part(self, number: int) -> Bytes:
-        """One chunk. Of threads that need it, the first decodes it, and the others wait."""
+    @contextmanager
+    def part(self, number: int) -> Iterator[Bytes]:
+        """One chunk, as long as the block lasts. Of threads that need it, the first decodes it, and
+        the others wait.
+        """
+        chunk, is_mine = self._chunks[number], False
+        with self._changed:
+            # Nobody waits for room who holds a chunk, so those who do will leave some.
+            while number not in self._kept and not self._has_room(chunk.making_bytes):
+                self._changed.wait()
+            if number not in self._kept:
+                self._kept[number], is_mine = _Kept(), True
+                self._kept_bytes += chunk.making_bytes
+            kept = self._kept[number]
+            kept.users += 1
+            self._kept.move_to_end(number)
+        try:
+            if is_mine:
+                self._decode(number, kept)
+            yield kept.data.result()
+        finally:
+            with self._changed:
+                kept.users -= 1
+                self._changed.notify_all()
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether so much may be added, once some of what nobody uses is gone."""
+        for number in [number for number, kept in self._kept.items() if not kept.users]:
+            if self._kept_bytes + nbytes <= _KEPT_BYTES:
+                break
+            del self._kept[number]
+            self._kept_bytes -= self._chunks[number].nbytes
+        return not self._kept or self._kept_bytes + nbytes <= _KEPT_BYTES
+
+    def _decode(self, number: int, kept: _Kept) -> None:
         chunk = self._chunks[number]
-        with self._lock:
-            future = self._kept.get(number)
-            is_mine = future is None
-            if future is None:
-                future = self._kept[number] = Future()
-                self._kept_bytes += chunk.nbytes
-                while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                    old, _ = self._kept.popitem(last=False)
-                    self._kept_bytes -= self._chunks[old].nbytes
-            else:
-                self._kept.move_to_end(number)
-        if is_mine:
-            try:
-                with self._large if chunk.nbytes >= _LARGE_BYTES else nullcontext():
-                    future.set_result(self._made(chunk))
-            except BaseException as error:  # noqa: BLE001 — the result raises it, for all who wait
-                with self._lock:
-                    if self._kept.pop(number, None):
-                        self._kept_bytes -= chunk.nbytes
-                future.set_exception(error)
-        return future.result()
+        try:
+            kept.data.set_result(self._made(chunk))
+        except BaseException as error:  # noqa: BLE001 — the result raises it, for all who wait
+            with self._changed:
+                del self._kept[number]
+                self._kept_bytes -= chunk.making_bytes
+            kept.data.set_exception(error)
+        else:
+            with self._changed:
+                self._kept_bytes -= chunk.making_bytes - chunk.nbytes
+                self._changed.notify_all()
 
     def _made(self, chunk: Encoded) -> Bytes:
         place = chunk.place

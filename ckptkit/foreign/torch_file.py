@@ -55,6 +55,8 @@ class TorchFile:
     tree: Any
     spreads: dict[int, MeshPart] = field(default_factory=dict)
     """How its DTensors lie over a mesh, by the identity of the tensor in the tree."""
+    name: str = ""
+    """What the file was called when it was written, without its suffix; `archive` if by no name."""
 
 
 def read_file(folder: Folder, key: str, rank: int = 0) -> TorchFile:
@@ -115,7 +117,7 @@ def read_file(folder: Folder, key: str, rank: int = 0) -> TorchFile:
             content = folder.read(key, begin, member.size)
         found[name] = (begin, content)
     reader = _Tensors(key, where, found, rank)
-    return TorchFile(reader.tree(value), reader.spreads)
+    return TorchFile(reader.tree(value), reader.spreads, top)
 
 
 def storage_of(said: Any, where: str) -> Storage:

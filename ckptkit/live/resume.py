@@ -233,7 +233,8 @@ def differing(
     checkpoint: Checkpoint, pairs: Sequence[Sequence[str]], *, threads: int | None
 ) -> list[str]:
     """Of pairs of arrays those that are not the same to the bit, read in bounded memory."""
-    limits = Limits.of(_COMPARE_MEMORY, threads, sides=2, stores=[checkpoint.store])
+    memory = _COMPARE_MEMORY + checkpoint.packs.kept_bytes
+    limits = Limits.of(memory, threads, sides=2, sources=[checkpoint])
     stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
     found = [[stored[name] for name in pair if name in stored] for pair in pairs]
     # The others differ without a look: one of them is missing, or has another shape or dtype.

@@ -92,7 +92,7 @@ def view(  # noqa: PLR0913 — one keyword for each decision, all with defaults
             found = diff(checkpoint.place, other, memory=memory, progress=progress)
             facts["diff"] = diff_facts(found, stack.enter_context(open_checkpoint(other)))
         if stats:
-            limits = Limits.of(parse_size(memory), None, stores=[store])
+            limits = Limits.of(parse_size(memory), None, sources=[checkpoint])
             facts["statistics"] = statistics_of(checkpoint, limits, progress)
         return page_of(facts)
 

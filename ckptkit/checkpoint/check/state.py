@@ -104,8 +104,8 @@ def digest(
 ) -> Digest:
     """The digest of a step (of a run: its newest one), every chunk of which is checked."""
     store = store_at(location, storage_options)
-    limits = Limits.of(parse_size(memory), threads, stores=[store])
     with open_checkpoint(store) as checkpoint:
+        limits = Limits.of(parse_size(memory), threads, sources=[checkpoint])
         stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(store))
         return digest_of(stored, checkpoint.manifest.objects, limits, progress=progress)
 
@@ -182,9 +182,9 @@ def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
     patterns = pattern_list(include, "include"), pattern_list(exclude, "exclude")
     tolerance = Tolerance(atol, rtol)
     stores = stores_at(a, b, storage_options, source_options)
-    limits = Limits.of(parse_size(memory), threads, sides=2, spare=_SPARE, stores=stores)
     with ExitStack() as stack:
         sides = [stack.enter_context(open_checkpoint(store)) for store in stores]
+        limits = Limits.of(parse_size(memory), threads, sides=2, spare=_SPARE, sources=sides)
         chosen = _chosen(sides, *patterns)
         stored = [stored_arrays(c, limits.chunk_bytes, limits.pace(c.store)) for c in sides]
         names = sorted(chosen.intersection({*stored[0], *stored[1]}))

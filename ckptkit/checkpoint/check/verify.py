@@ -107,7 +107,7 @@ def verify(
         checkpoint = Checkpoint(store, prefix, manifest)
     with checkpoint:
         if values and not findings:
-            limits = Limits.of(parse_size(memory), threads, stores=[checkpoint.store])
+            limits = Limits.of(parse_size(memory), threads, sources=[checkpoint])
             try:
                 findings = not_finite(checkpoint, limits, progress)
             except (FormatError, StorageError) as error:

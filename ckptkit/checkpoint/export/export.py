@@ -151,6 +151,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             largest=0,
             pack_bytes=sum(tensor.nbytes for tensor in tensors) // len(new.files),
             fixed=max(0, resident_bytes() - before),
+            decoded=checkpoint.packs.kept_bytes,
         )
         name = export_name(checkpoint.save_id, arrays, new)
         with (

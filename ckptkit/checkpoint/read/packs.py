@@ -13,7 +13,7 @@ from ckptkit.checkpoint.places import data_prefix, described, read_manifest
 from ckptkit.checkpoint.workers import Pace
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.foreign.contents import ForeignManifest, GatheredSource
-from ckptkit.foreign.decoded import DECODED, DecodedSource
+from ckptkit.foreign.decoded import DECODED, DecodedSource, kept_bytes
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest, PackInfo, Record, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
@@ -75,6 +75,11 @@ class OpenPacks:
     def is_put_together(self, pack: int) -> bool:  # noqa: ARG002
         """Whether some bytes of a chunk take as long to read as all of it."""
         return False
+
+    @property
+    def kept_bytes(self) -> int:
+        """The most that is in memory of what was read, besides what is asked for."""
+        return 0
 
     def _opened(self, pack: int) -> Source:
         written = self.manifest.packs[pack].size
@@ -153,6 +158,10 @@ class ForeignFiles(OpenPacks):
 
     def is_put_together(self, pack: int) -> bool:
         return pack >= len(self._foreign.foreign.files)
+
+    @property
+    def kept_bytes(self) -> int:
+        return kept_bytes(self._foreign.foreign.encoded)
 
     def _opened(self, pack: int) -> Source:
         if not self.is_put_together(pack):

@@ -95,20 +95,22 @@ class Limits:
         *,
         sides: int = 1,
         spare: int = _MIB,
-        stores: Sequence[Store] = (),
+        sources: Sequence[Checkpoint] = (),
     ) -> Limits:
         """Those with which `memory` is not exceeded; a thread holds a band of each of the `sides`,
-        and `spare` bytes besides.
+        and `spare` bytes besides, and each of the `sources` what it keeps.
         """
         if threads is not None and threads < 1:
             raise UsageError("at least one thread is needed", value=threads)
-        is_remote = any(store.abilities.waits_for_answers for store in stores)
-        least = 2 * LEAST_MEMORY if is_remote else LEAST_MEMORY
+        is_remote = any(source.store.abilities.waits_for_answers for source in sources)
+        kept = sum(source.packs.kept_bytes for source in sources)
+        least = kept + (2 * LEAST_MEMORY if is_remote else LEAST_MEMORY)
         if memory < least:
             raise UsageError(
-                f"that is too little memory: {least // _MIB} MiB are needed at least",
+                f"that is too little memory: {-(-least // _MIB)} MiB are needed at least",
                 value=memory,
             )
+        memory -= kept
         in_flight = memory // 2 if is_remote else 0
         memory -= in_flight
         workers = min(threads or copy_threads(), max(1, memory // _SHARE))

@@ -156,6 +156,7 @@ def plan_reshard(
         # Twice the mean: packs need not be alike.
         pack_bytes=2 * sum(n * a.info.nbytes for a, n in target.alike) // target.world_size,
         fixed=max(0, resident_bytes() - before),
+        decoded=checkpoint.packs.kept_bytes,
         is_here=options.is_here,
     )
     prefix = step_name(target.save.step)
@@ -345,8 +346,9 @@ def _digest(source: Checkpoint, target: ReshardTarget) -> str:
     # Values that are cast are in memory twice.
     casts = [a for a in target.arrays if a.is_cast]
     ratios = [a.source.dtype.itemsize / a.info.dtype.itemsize for a in casts]
-    share = parse_size(target.options.memory) / (1 + max(ratios, default=0))
-    limits = Limits.of(max(LEAST_MEMORY, int(share)), None, stores=[source.store])
+    kept = source.packs.kept_bytes
+    share = (parse_size(target.options.memory) - kept) / (1 + max(ratios, default=0))
+    limits = Limits.of(max(LEAST_MEMORY, int(share)) + kept, None, sources=[source])
     stored = stored_arrays(source, limits.chunk_bytes, limits.pace(source.store))
     arrays = {array.name: _readable(array, stored) for array in target.arrays}
     for alias in target.choice.aliases:

@@ -320,9 +320,11 @@ class Budget:
     """How many packs are written at a time."""
     shared_bytes: int
     """What may be kept of chunks of the source that several of these need a part of."""
+    decoded_bytes: int = 0
+    """What may be kept of chunks that are decoded whole, by all processes together."""
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 — one keyword for each thing that takes memory
         cls,
         memory: int,
         workers: int | None,
@@ -332,11 +334,13 @@ class Budget:
         largest: int,
         pack_bytes: int = 0,
         fixed: int = 0,
+        decoded: int = 0,
         is_here: bool = True,
     ) -> Budget:
         """The largest batches with which `memory` is never exceeded; `largest` is the largest
         chunk of the target, `pack_bytes` about how large the largest pack will be, and `fixed`
-        what is in use besides. Unless it is here, each worker has a process and a pack of its own.
+        what is in use besides; `decoded` is what a process keeps of decoded chunks. Unless it is
+        here, each worker has a process and a pack of its own.
         """
         workers = max(4, copy_threads()) if workers is None else workers
         if workers < 1:
@@ -357,22 +361,27 @@ class Budget:
         fixed += found.under_way + _SPARE
         each = _PER_WORKER + (0 if is_here else _PROCESS_BYTES)
         for count in range(workers, 0, -1):
+            kept = decoded * (1 if is_here else count)
             # A batch, one chunk of the source, and as much again where values are converted.
-            batch = min(_LARGEST_BATCH, ((memory - fixed) // count - each - BAND_BYTES) // 3)
+            free = (memory - fixed - kept) // count - each - BAND_BYTES
+            batch = min(_LARGEST_BATCH, free // 3)
             if batch >= max(_SMALLEST_BATCH, largest):
                 chunk_bytes = max(BAND_BYTES, min(_LARGEST_CHUNK, batch))
-                return replace(found, workers=count, batch_bytes=batch, chunk_bytes=chunk_bytes)
-        least = fixed + each + BAND_BYTES + 3 * max(_SMALLEST_BATCH, largest)
+                found = replace(found, workers=count, decoded_bytes=kept)
+                return replace(found, batch_bytes=batch, chunk_bytes=chunk_bytes)
+        least = fixed + decoded + each + BAND_BYTES + 3 * max(_SMALLEST_BATCH, largest)
         raise UsageError(
             f"that is too little memory: this checkpoint takes {-(-least // _MIB)} MiB at least",
             value=memory,
-            hint="most of it is for the list of chunks and for one chunk at a time",
+            hint="most of it is for the list of chunks and for one chunk at a time"
+            + (", which is decoded whole" if decoded else ""),
         )
 
     @property
     def under_way(self) -> int:
         """The most that is kept besides what the workers hold."""
-        return self.source.nbytes + (self.sink_bytes or 0) * self.packs + self.shared_bytes
+        sinks = (self.sink_bytes or 0) * self.packs
+        return self.source.nbytes + sinks + self.shared_bytes + self.decoded_bytes
 
     @property
     def peak(self) -> int:
@@ -387,7 +396,8 @@ class Budget:
 
     def alone(self) -> Budget:
         """That of one of the workers, who writes one pack in a process of its own."""
-        return replace(self, workers=1, source=self.pace, packs=1, shared_bytes=0)
+        one = replace(self, decoded_bytes=self.decoded_bytes // self.workers, shared_bytes=0)
+        return replace(one, workers=1, source=self.pace, packs=1)
 
     def is_huge(self, array: ArrayInfo) -> bool:
         """Whether the chunks of an array of the source are too large to be read whole."""

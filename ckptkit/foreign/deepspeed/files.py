@@ -267,7 +267,18 @@ def read_part(folder: Folder, rank: RankFiles, *, is_universal: bool) -> ModelPa
 
 
 def read_tree(folder: Folder, key: str) -> dict[str, Any]:
-    found = read_file(folder, key).tree
-    if not isinstance(found, dict):
+    """What a file says, if it has the name that it was written by: nothing else tells whose pieces
+    an optimizer's file has.
+    """
+    file = read_file(folder, key)
+    if not isinstance(file.tree, dict):
         raise FormatError("not a file of DeepSpeed", where=folder.where(key))
-    return found
+    name = f"{file.name}.pt"
+    is_of_rank = _OPTIMIZER.fullmatch(name) or _OF_EXPERTS.fullmatch(name)
+    if is_of_rank and name != key.rpartition("/")[2]:
+        raise FormatError(
+            f"the file was written as {name}",
+            where=folder.where(key),
+            hint="the files have each other's names: copy the folder again",
+        )
+    return file.tree

@@ -89,3 +89,8 @@ def imitated(place: Path, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> 
         torch.save({"optimizer_state_dict": said}, place / name)
     steps = {f"optimizer/{name}/step": np.array(3.0, np.float32) for name in shapes}
     return wanted | steps
+
+
+def written_as(file: Path, data: bytes, name: str) -> None:
+    """Write a file of `name` as if it had been written by the name that it gets."""
+    file.write_bytes(data.replace(name[:-3].encode(), file.name[:-3].encode()))

@@ -19,7 +19,7 @@ import torch
 import ckptkit
 from ckptkit.errors import CkptkitError, FormatError
 from tests.foreign.contract import same
-from tests.foreign.frameworks.deepspeed_folders import tag_of, wanted
+from tests.foreign.frameworks.deepspeed_folders import tag_of, wanted, written_as
 
 
 def changed(file: Path, change: Callable[[Any], object]) -> None:
@@ -84,10 +84,11 @@ def test_files_of_two_saves_are_not_mixed(folder: Path, stand_ins: None) -> None
 def test_more_files_than_the_checkpoint_has_ranks_are_refused(folder: Path) -> None:
     last = files_of(folder, "optim")[-1]
     number = int(re.findall(r"pp_rank_(\d)", last.name)[0])
-    shutil.copy(last, folder / last.name.replace(f"rank_{number}", f"rank_{number + 1}"))
+    more = folder / last.name.replace(f"rank_{number}", f"rank_{number + 1}")
+    written_as(more, last.read_bytes(), last.name)
     with pytest.raises(FormatError, match="there are files of"):
         ckptkit.open(folder)
-    (folder / last.name.replace(f"rank_{number}", f"rank_{number + 1}")).unlink()
+    more.unlink()
     shutil.copy(last, folder / f"bf16_{last.name}")
     with pytest.raises(FormatError, match="two files of one rank"):
         ckptkit.open(folder)

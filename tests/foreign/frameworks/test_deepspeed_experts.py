@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit.errors import FormatError
 from tests.cli.programs import ckpt
 from tests.foreign.contract import same
-from tests.foreign.frameworks.deepspeed_folders import tag_of, wanted
+from tests.foreign.frameworks.deepspeed_folders import tag_of, wanted, written_as
 from tests.foreign.frameworks.written import PYTHON
 
 STRATEGIES = {
@@ -127,8 +127,15 @@ def test_optimizers_that_have_each_others_names_are_refused(written: Path, tmp_p
     for case in ("moe2", "moe1-neighbours"):
         folder = Path(shutil.copytree(tag_of(written / case), tmp_path / case))
         first, second, *_ = sorted(folder.glob("*optim_states.pt"))
-        swapped(first, second)
+        data = first.read_bytes()
+        written_as(first, second.read_bytes(), second.name)
+        written_as(second, data, first.name)
         refused(folder, "the file says that|are not the copies in")
+    for case in ("moe0", "autoep3"):  # where no values tell
+        folder = Path(shutil.copytree(tag_of(written / case), tmp_path / case))
+        first, second, *_ = sorted(folder.glob("*optim_states.pt"))
+        swapped(first, second)
+        assert first.name in refused(folder, f"was written as {second.name}")
 
 
 def swapped(one: Path, other: Path) -> None:
@@ -175,5 +182,6 @@ def test_what_is_not_read_says_why(written: Path, tmp_path: Path) -> None:
     old.unlink()
     for file in folder.glob("*mp_rank_00_*states.pt"):
         if not file.name.startswith("layer"):
-            shutil.copy(file, folder / re.sub("mp_rank_00", "mp_rank_01", file.name))
+            name = re.sub("mp_rank_00", "mp_rank_01", file.name)
+            written_as(folder / name, file.read_bytes(), file.name)
     refused(folder, "beside tensor parallelism or a pipeline")

@@ -13,7 +13,7 @@ import torch
 
 import ckptkit
 from ckptkit.errors import FormatError
-from tests.foreign.frameworks.deepspeed_folders import tag_of
+from tests.foreign.frameworks.deepspeed_folders import tag_of, written_as
 from tests.foreign.frameworks.test_deepspeed_damaged import (
     changed,
     files_of,
@@ -23,10 +23,10 @@ from tests.foreign.frameworks.test_deepspeed_damaged import (
 
 
 def swapped(place: Path, one: str, other: str) -> None:
-    """Give two files each other's names."""
-    (place / one).rename(place / "aside")
-    (place / other).rename(place / one)
-    (place / "aside").rename(place / other)
+    """Give two files each other's names, and say so in them."""
+    data = (place / one).read_bytes()
+    written_as(place / one, (place / other).read_bytes(), other)
+    written_as(place / other, data, one)
 
 
 @pytest.mark.parametrize(

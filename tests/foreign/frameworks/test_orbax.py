@@ -16,12 +16,12 @@ import tensorstore
 
 import ckptkit
 from ckptkit.errors import CkptkitError, FormatError
-from ckptkit.foreign import decoded
-from ckptkit.foreign.decoded import inflated, read_places
+from ckptkit.foreign.decoded import read_places
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.orbax.database import read_database
 from ckptkit.storage import Location, MemoryStore
 from tests.foreign.contract import BitForBit, ForeignContract, Sample, read_all, same
+from tests.servers.s3_server import Bucket
 from tests.storage.counting import CountingStore
 
 
@@ -418,38 +418,22 @@ def test_state_of_two_optimizers_is_not_mixed_up(tmp_path: Path) -> None:
         }
 
 
-def test_few_chunks_are_kept_and_each_is_read_once_by_those_who_need_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["bucket", "gcs_bucket"])
+@pytest.mark.parametrize("name", ["manager", "files", "processes"])
+def test_one_in_a_bucket_is_the_same(
+    kind: str, name: str, checkpoints: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(decoded, "_KEPT_BYTES", 100)
-    monkeypatch.setattr(decoded, "_LARGE_BYTES", 64)
-    array = numbers(40, 40)
-    place = written(tmp_path, {"params.w": array})
-    with ckptkit.open(place) as checkpoint:
-        assert same(checkpoint["model/w"][...], array)
-        opened = next(iter(checkpoint.packs._open.values()))
-        assert isinstance(opened, decoded.DecodedSource)
-        assert opened._kept_bytes <= 100
-    # In its middle, where no size is told.
-    file = place / "params.w" / "3.4"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
-    file.write_bytes(data)
-    with pytest.raises(CkptkitError, match=r"3\.4.*damaged"):
-        read_all(place)
-
-
-def test_no_memory_is_asked_for_that_only_a_lie_needs() -> None:
-    frame = bytes.fromhex("28b52ffd") + b"\xe0" + (1 << 50).to_bytes(8, "little") + b"\x01\0\0"
-    with pytest.raises(FormatError, match="damaged"):
-        inflated(frame, "here", nbytes=1 << 50)
-    # A block that repeats a byte 128 Ki times needs four, and says nothing of all others.
-    bomb = bytes.fromhex("28b52ffd0058") + b"\x02\x00\x10\0" * 3000 + b"\x03\0\x10\0"
-    with pytest.raises(FormatError, match="damaged"):
-        inflated(bomb, "here", most=256 << 20)
-    for data in (b"", frame[:4], frame[:5], bytes(20), frame[:4] + b"\xff" * 20):
-        with pytest.raises(FormatError, match="damaged"):
-            inflated(data, "here", most=100)
+    bucket: Bucket = request.getfixturevalue(kind)
+    sample = sample_of(checkpoints, name)
+    store = ckptkit.open_store(f"{bucket.url}/step", bucket.options)
+    for file in (path for path in sample.place.rglob("*") if path.is_file()):
+        store.put(str(file.relative_to(sample.place)), file.read_bytes())
+    with ckptkit.open(store) as checkpoint:
+        assert set(checkpoint.arrays) == set(sample.arrays)
+        for array, wanted in sample.arrays.items():
+            assert same(checkpoint[array][...], wanted), array
+    ckptkit.reshard(store, tmp_path, to="fsdp:2", memory="192MiB", replicate_unknown=True)
+    assert ckptkit.diff(tmp_path, sample.place).same
 
 
 def test_a_changed_database_is_an_error_and_nothing_else(tmp_path: Path) -> None:
