@@ -114,7 +114,7 @@ class States:
     def step(self, format_: str, folder: Folder, used: Iterable[str], **told: Any) -> ForeignStep:
         """The step that this is, of the files that were used of a folder."""
         files = {key: folder.size(key) for key in used}
-        self.left_out |= folder.unread(files)
+        self.left_out = folder.unread(files) | self.left_out
         details = self.details | told.pop("details", {})
         found = {"arrays": self.arrays, "aliases": self.aliases, "objects": self.objects}
         found |= {"theirs": self.theirs, "details": details}

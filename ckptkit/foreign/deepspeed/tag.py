@@ -265,8 +265,8 @@ def _as_step(
     if not sizes and first.tree.get("module") is None:
         left_out["layer_…-model_states.pt"] = "buffers and frozen parameters, in no file here"
     found.is_by_order |= is_by_order
-    found.left_out |= left_out | folder.unread(files.all)
-    details = dict(found.details)
+    found.left_out |= left_out
+    details: dict[str, Any] = {}
     if model.copies:
         kinds = ", ".join(sorted(set(model.copies.values())))
         details["copies"] = f"{len(model.copies)} in {kinds}, left out for the master weights"
@@ -280,12 +280,11 @@ def _as_step(
     strategy = None
     if sizes:
         strategy, arrays = _strategy_of(first, model, arrays, experts, sizes)
-    return ForeignStep(
-        format="DeepSpeed",
-        files={key: folder.size(key) for key in files.all},
+    return found.step(
+        "DeepSpeed",
+        folder,
+        files.all,
         arrays=arrays,
-        aliases=found.aliases,
-        objects=found.objects,
         strategy=strategy,
         step=document.integer(first.tree.get("global_steps", 0), f"{first.where}: global_steps"),
         theirs={name: name.partition("/")[2].replace("/", ".") for name in found.theirs},

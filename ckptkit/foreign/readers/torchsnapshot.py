@@ -68,7 +68,6 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
         found.theirs[name] = f"{rank}/{path}"
         found.arrays.append(ForeignArray(name, tensor.shape, tensor.dtype, tensor.extents, "other"))
     found.left_out |= snapshot.left_out
-    found.left_out |= folder.unread(snapshot.files)
     listed = [entry for of_ranks in entries.values() for entry in of_ranks.values()]
     known = {tensor.get("location") for entry in listed for tensor in tensors_of(entry)}
     check_slabs(folder, listed)
@@ -82,15 +81,13 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
     strategy, arrays = snapshot.strategy(spreads, found.arrays)
     told = {"of_each_rank": sorted({path.partition("/")[0] for path, _, _ in snapshot.of_ranks})}
     told["of_rank_0"] = sorted(snapshot.differing)
-    return ForeignStep(
-        format="torchsnapshot",
-        files={key: folder.size(key) for key in snapshot.files},
+    return found.step(
+        "torchsnapshot",
+        folder,
+        snapshot.files,
         arrays=arrays,
-        aliases=found.aliases,
-        objects=found.objects,
         strategy=strategy,
-        theirs=found.theirs,
-        details=found.details | {key: value for key, value in told.items() if value},
+        details={key: value for key, value in told.items() if value},
         step=counted(tree),
     )
 
