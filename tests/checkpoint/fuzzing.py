@@ -1,23 +1,17 @@
 """Hostile manifests and records whose checksums are right, and everything that looks at a step.
 
 `python -m tests.checkpoint.fuzzing FIRST COUNT` makes so many documents, the first of this number,
-out of real ones, and prints the ones that end in anything but success or one of ckptkit's errors.
-The process has little memory to spare, and each document little processor time.
+out of real ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import io
 import json
 import random
-import resource
-import signal
 import sys
 import tempfile
-import traceback
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -37,18 +31,13 @@ from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Tensor, add, contents, memory_with, random_values, save_by
 from tests.format.hostile import hostile
 from tests.format.samples import plain, sealed
+from tests.fuzzing import main
 
 Doc = dict[Any, Any]
 Objects = dict[str, bytes]
 
-SPARE = 1 << 30
-SECONDS = 10.0
 STEP = "step-0000000001"
 TO = ("single", "fsdp:3", "ddp:2", "fsdp:2")
-
-
-class Hung(BaseException):
-    """A document took too much processor time."""
 
 
 def bases() -> list[Objects]:
@@ -175,39 +164,11 @@ def attempt(objects: Objects, rng: random.Random) -> None:
     look_at({f"{STEP}/{k}": v for k, v in made.items()}, rng, made["manifest.msgpack"])
 
 
-def hung(number: int, frame: object) -> None:
-    raise Hung
-
-
-def main(first: int, count: int) -> int:
-    warnings.simplefilter("error")
-    signal.signal(signal.SIGPROF, hung)
-    steps = bases()
-    for step in steps:  # what is loaded and made once is no part of a document's means
-        look_at(step, random.Random(0), step[f"{STEP}/manifest.msgpack"])
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE, used + SPARE))
-    failures = accepted = 0
-    for number in range(first, first + count):
-        rng = random.Random(number)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        faulthandler.dump_traceback_later(12 * SECONDS, exit=True)
-        try:
-            attempt(rng.choice(steps), rng)
-            accepted += 1
-        except CkptkitError:
-            pass
-        except BaseException:  # noqa: BLE001 — an alarm too
-            failures += 1
-            print(f"document {number}:\n{traceback.format_exc(limit=-6)}")  # noqa: T201 — a program
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            faulthandler.cancel_dump_traceback_later()
-        if failures == 5:
-            break
-    print(f"{accepted} accepted")  # noqa: T201 — as above
-    return 1 if failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    STEPS = bases()
+
+    def warm() -> None:
+        for step in STEPS:
+            look_at(step, random.Random(0), step[f"{STEP}/manifest.msgpack"])
+
+    sys.exit(main(warm, lambda rng: attempt(rng.choice(STEPS), rng), wall=120))

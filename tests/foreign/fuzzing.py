@@ -1,22 +1,15 @@
 """Hostile checkpoints of other programs: recorded ones, changed in a few places.
 
-`python -m tests.foreign.fuzzing FIRST COUNT` makes so many, the first of this number, and prints
-those that end in anything but success or one of ckptkit's errors. The process has little memory to
-spare, and each checkpoint little processor time.
+`python -m tests.foreign.fuzzing FIRST COUNT` makes so many, the first of this number.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import io
 import random
 import re
-import resource
-import signal
 import sys
-import traceback
-import warnings
 import zipfile
 from pathlib import Path
 
@@ -24,21 +17,16 @@ import ckptkit
 from ckptkit.errors import CkptkitError
 from tests.checkpoint.saving import memory_with
 from tests.foreign.test_pickles import OPCODES
+from tests.fuzzing import main
 
 Files = dict[str, bytes]
 
 RECORDED = Path(__file__).parent / "frameworks"
-SPARE = 1 << 30
-SECONDS = 10.0
 # What is near an end of a file is mostly metadata: a directory, a header.
 NEAR = 2048
 NUMBERS = (b"0", b"-1", b"1.5", b"4294967296", b"9223372036854775807", b"1" * 400, b"null", b"true")
 TEXTS = (b"..", b"a/../b", b"/x", b"", b"\xff", b"\\u0000", b"\xc3\xa9", b"[" * 300, b"{}", b"[]")
 SIZES = (0, 1, 255, 2**16 - 1, 2**31, 2**32 - 1)
-
-
-class Hung(BaseException):
-    """A checkpoint took too much processor time."""
 
 
 def bases() -> list[Files]:
@@ -140,39 +128,11 @@ def look_at(files: Files) -> None:
                 checkpoint.read(name)
 
 
-def hung(number: int, frame: object) -> None:
-    raise Hung
-
-
-def main(first: int, count: int) -> int:
-    warnings.simplefilter("error")
-    signal.signal(signal.SIGPROF, hung)
-    recorded = bases()
-    for files in recorded:  # what is loaded once is no part of a checkpoint's means
-        look_at(files)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE, used + SPARE))
-    failures = accepted = 0
-    for number in range(first, first + count):
-        dice = random.Random(number)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        faulthandler.dump_traceback_later(60 * SECONDS, exit=True)
-        try:
-            look_at(hostile(dice.choice(recorded), dice))
-            accepted += 1
-        except CkptkitError:
-            pass
-        except BaseException:  # noqa: BLE001 — an alarm too
-            failures += 1
-            print(f"checkpoint {number}:\n{traceback.format_exc(limit=-8)}")  # noqa: T201 — a program
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            faulthandler.cancel_dump_traceback_later()
-        if failures == 5:
-            break
-    print(f"{accepted} accepted")  # noqa: T201 — as above
-    return 1 if failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    CASES = bases()
+
+    def warm() -> None:
+        for files in CASES:
+            look_at(files)
+
+    sys.exit(main(warm, lambda dice: look_at(hostile(dice.choice(CASES), dice)), wall=600))
