@@ -215,7 +215,7 @@ def test_a_world_of_absurd_size_is_refused_by_the_pack_that_is_missing() -> None
     save_id = "20261121T101500Z-0123456789ab"
     info = SaveInfo(save_id, 1, 0.0, "test", strategy.world_size, strategy, {})
     store = MemoryStore()
-    pack = pack_of(0, plan_of(0, {}), [])
+    pack = pack_of(0, plan_of(0, strategy, {}), [])
     pack.begin(store, "", info, pack.segments_of(1 << 20), refers=False)
     pack.write_segment(0)
     tracemalloc.start()

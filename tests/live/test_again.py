@@ -13,9 +13,11 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptkit
@@ -275,6 +277,14 @@ def test_what_is_no_tensor_and_where_tensors_lie_is_asked_each_time(
     assert saved_again(Job(), UNCHANGED[what], str(tmp_path)) == [True, True, True]
 
 
+def test_a_job_without_tensors_is_saved_again(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, extra={"n": step})
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert (checkpoint.step, checkpoint.objects["extra/n"]) == (2, 2)
+
+
 def test_a_tensor_that_cannot_be_saved_any_more_is_refused_by_its_name(tmp_path: Path) -> None:
     job = Job()
     with Checkpointer(tmp_path) as checkpointer:
@@ -350,3 +360,18 @@ def fully_sharded(place: str) -> list[bool]:
 
 def test_a_model_that_is_sharded_otherwise_is_seen(gloo: Pool, tmp_path: Path) -> None:
     assert gloo.run(2, fully_sharded, str(tmp_path)) == [[True, False, True]] * 2
+
+
+def with_an_empty_stage(place: str) -> None:
+    rank = dist.get_rank()
+    module = nn.ReLU() if rank else nn.Linear(4, 4)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    with Checkpointer(place) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, model=stage)
+
+
+def test_a_stage_without_tensors_is_saved_again(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(2, with_an_empty_stage, str(tmp_path))
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert (checkpoint.step, len(checkpoint.arrays)) == (2, 2)

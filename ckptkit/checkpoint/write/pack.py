@@ -46,7 +46,7 @@ from ckptkit.format.pack import (
     put_checksums,
     record_name,
 )
-from ckptkit.model import Assigned, Layout, Part
+from ckptkit.model import Assigned, Layout, Part, Strategy
 from ckptkit.plan.chunks import Owned, chunks_to_write
 from ckptkit.plan.read import batches
 from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store
@@ -335,6 +335,7 @@ class Holding(NamedTuple):
 
 def plan_of(
     rank: int,
+    strategy: Strategy,
     arrays: Mapping[str, Holding],
     aliases: Iterable[Alias] = (),
     like: PackPlan | None = None,
@@ -344,7 +345,7 @@ def plan_of(
     """
     order, aliases = list(arrays.values()), tuple(aliases)
     # What a plan is made of: `Holding.layout` follows from the strategy and what the infos say.
-    made_for = rank, order[0].layout.strategy if order else None, [h.info for h in order], aliases
+    made_for = rank, strategy, [holding.info for holding in order], aliases
     if like is not None and like.made_for == made_for:
         return like
     # Shared out in the order of names, the same on all ranks however they were added.

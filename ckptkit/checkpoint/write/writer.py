@@ -361,7 +361,8 @@ class Writer:
         data = self._again
         plan = self.like
         if data is None or plan is None:
-            plan = plan_of(self.rank, self._arrays, self._aliases.values(), self.like)
+            held, aliases = self._arrays, self._aliases.values()
+            plan = plan_of(self.rank, self.strategy, held, aliases, self.like)
             data = [holding.data for holding in self._arrays.values()]
         if plan is self.like:
             self._tables.add(plan.table, len(self.strategy.mesh.axes))
