@@ -174,6 +174,9 @@ class Checkpointer:
             # copying. This one's begins when `after` ends.
             after.callback(self._tiers.turn(self._copying(), step))
             with failing_together(ranks):
+                if extra is None and all(value is None for value in objects.values()):
+                    # It would be the newest step, and free an older one.
+                    raise UsageError("nothing to save", hint="pass model=…, state=… or extra=…")
                 training = TrainingState.of(**objects)
                 failed_copy = self._tiers.meet(ranks)
                 may_skip = self._asynchronous and self._skips

@@ -354,3 +354,11 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     set_rng_state(None)
     with pytest.raises(UsageError):
         set_rng_state({"torch": 1})
+
+
+@pytest.mark.parametrize("given", [{}, {"model": None, "optimizer": None}])
+def test_a_save_of_nothing_is_refused(given: dict[str, None], tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(UsageError, match="nothing to save"):
+            checkpointer.save(1, **given)
+        assert checkpointer.save(1, extra={"n": 1}) is not None
