@@ -64,6 +64,8 @@ class States:
     """Whether an optimizer counts its parameters, and got their names by the order of the model."""
     without_group: list[str] = field(default_factory=list)
     """Parameters that an optimizer has state of, and in none of its groups."""
+    misfits: list[str] = field(default_factory=list)
+    """Of each optimizer that cannot be the model's a state that has another shape."""
     by_identity: dict[object, str] = field(default_factory=dict)
     """The first name of each tensor of the model."""
 
@@ -74,6 +76,8 @@ class States:
             first, *others = self.without_group
             more = f" and {len(others)} more" if others else ""
             found["without_group"] = f"{first}{more}: they got the options that all groups share"
+        if self.misfits:
+            found["other_shape"] = f"{self.misfits[0]}: the optimizer is of another model"
         return found | ({"left_out": self.left_out} if self.left_out else {})
 
     def add(
@@ -222,9 +226,12 @@ def _optimizer(
     if names is None and indices is not None and len(groups) == 1:
         names = _names_by_order(indices, by_parameter, model)
         found.is_by_order |= names is not None
-    if names is None or not (by_parameter or groups):
+    known = dict(model)
+    kind = next((_kind(group) for group in groups), "")
+    misfit = _misfit(names or {}, by_parameter, known) if kind in _ALIKE else ""
+    found.misfits += [misfit] if misfit else []
+    if names is None or misfit or not (by_parameter or groups):
         return None, state
-    known = {name for name, _ in model}
     values: dict[str, dict[str, Any]] = {}
     for index, entries in by_parameter.items():
         parameter = names[index]
@@ -264,7 +271,6 @@ def _optimizer(
             has = group["options"]
             options = {k: v for k, v in options.items() if repr(has.get(k)) == repr(v)}
         documents.append({"params": lost, "options": options})
-    kind = next((_kind(group["options"]) for group in documents), "")
     return {"kind": kind, "groups": documents, "values": values}, more
 
 
@@ -403,13 +409,25 @@ def _names_by_order(
         for name, tensor in model
         if not name.endswith(_BUFFERS) and tensor.dtype.name.startswith(_NUMBERS)
     ]
-    fits = len(parameters) == len(indices) and all(
-        value.shape in (tensor.shape, ())
-        for index, (_, tensor) in zip(indices, parameters, strict=True)
-        for value in by_parameter.get(index, {}).values()
-        if isinstance(value, StateTensor)
-    )
-    return {i: name for i, (name, _) in zip(indices, parameters, strict=True)} if fits else None
+    if len(parameters) != len(indices):
+        return None
+    names = {i: name for i, (name, _) in zip(indices, parameters, strict=True)}
+    return None if _misfit(names, by_parameter, dict(parameters)) else names
+
+
+def _misfit(
+    names: Mapping[Any, str],
+    by_parameter: Mapping[Any, Mapping[Any, Any]],
+    model: Mapping[str, StateTensor],
+) -> str:
+    """A state whose shape is not that of its parameter; empty where all fit."""
+    for index, name in names.items():
+        shape = model[name].shape if name in model else None
+        for key, value in by_parameter.get(index, {}).items():
+            fits = not isinstance(value, StateTensor) or value.shape in (shape, (), (1,))
+            if shape is not None and not fits:
+                return f"{key} of {name} has the shape {value.shape}, the parameter {shape}"
+    return ""
 
 
 # By the options that only it has; others stay without a name.
@@ -420,6 +438,10 @@ _KINDS = (
     ({"alpha", "centered"}, "RMSprop"),
     ({"lr_decay", "initial_accumulator_value"}, "Adagrad"),
 )
+# Those of torch whose states have the shape of the parameter, or one element. Others legally have
+# rows and columns (Adafactor), fewer of them (GaLore) or blocks (Shampoo); an Adagrad by rows has
+# the options of Adagrad.
+_ALIKE = ("Adam", "AdamW", "NAdam", "RMSprop", "SGD")
 
 
 def _kind(options: Mapping[str, Any]) -> str:

@@ -80,6 +80,16 @@ def test_what_accelerate_writes_is_a_folder_for_the_model_and_one_for_the_optimi
         assert set(checkpoint.arrays) == set(wanted)
         assert all(same(checkpoint[name][...], value) for name, value in wanted.items())
         assert all(info.of for info in checkpoint.manifest.arrays if info.role == "optimizer")
+    # A link to a folder is a folder; that of an optimizer whose save was interrupted is named.
+    (place / "optimizer_0").rename(tmp_path / "elsewhere")
+    (place / "optimizer_0").symlink_to(tmp_path / "elsewhere")
+    with ckptkit.open(place) as checkpoint:
+        assert set(checkpoint.arrays) == set(wanted)
+    (tmp_path / "elsewhere" / ".metadata").rename(tmp_path / "metadata")
+    with ckptkit.open(place) as checkpoint:
+        assert set(checkpoint.arrays) == {name for name in wanted if name.startswith("model/")}
+        assert "optimizer_0" in checkpoint.details["left_out"]
+    (tmp_path / "metadata").rename(tmp_path / "elsewhere" / ".metadata")
     # Of two models the second would be lost.
     saved({"model": network().state_dict()}, place / "pytorch_model_fsdp_1")
     with pytest.raises(FormatError, match="two folders have this, of two models") as caught:
@@ -87,6 +97,9 @@ def test_what_accelerate_writes_is_a_folder_for_the_model_and_one_for_the_optimi
     assert "pytorch_model_fsdp_1" in caught.value.hint
     with ckptkit.open(place / "pytorch_model_fsdp_1") as checkpoint:
         assert "model/0.weight" in checkpoint.arrays
+    (place / "pytorch_model_fsdp_1" / ".metadata").unlink()
+    with pytest.raises(FormatError, match=r"pytorch_model_fsdp_1/\.metadata"):
+        ckptkit.open(place)
     for number in (0, 1):
         shutil.rmtree(place / f"pytorch_model_fsdp_{number}")
     with pytest.raises(FormatError, match="no tensor is in"):
