@@ -60,24 +60,20 @@ class States:
     theirs: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     """What is no plain value, by name."""
-    is_by_order: bool = False
-    """Whether an optimizer counts its parameters, and got their names by the order of the model."""
+    noted: dict[str, Any] = field(default_factory=dict)
+    """More of the details, as they are."""
     without_group: list[str] = field(default_factory=list)
     """Parameters that an optimizer has state of, and in none of its groups."""
-    misfits: list[str] = field(default_factory=list)
-    """Of each optimizer that cannot be the model's a state that has another shape."""
     by_identity: dict[object, str] = field(default_factory=dict)
     """The first name of each tensor of the model."""
 
     @property
     def details(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"optimizer": BY_ORDER} if self.is_by_order else {}
+        found = dict(self.noted)
         if self.without_group:
             first, *others = self.without_group
             more = f" and {len(others)} more" if others else ""
             found["without_group"] = f"{first}{more}: they got the options that all groups share"
-        if self.misfits:
-            found["other_shape"] = f"{self.misfits[0]}: the optimizer is of another model"
         return found | ({"left_out": self.left_out} if self.left_out else {})
 
     def add(
@@ -225,11 +221,11 @@ def _optimizer(
     # Groups are numbered one after the other: nobody knows which parameter is in which.
     if names is None and indices is not None and len(groups) == 1:
         names = _names_by_order(indices, by_parameter, model)
-        found.is_by_order |= names is not None
+        found.noted |= {} if names is None else {"optimizer": BY_ORDER}
     known = dict(model)
     kind = next((_kind(group) for group in groups), "")
     misfit = _misfit(names or {}, by_parameter, known) if kind in _ALIKE else ""
-    found.misfits += [misfit] if misfit else []
+    found.noted |= {"other_shape": f"{misfit}: the optimizer is of another model"} if misfit else {}
     if names is None or misfit or not (by_parameter or groups):
         return None, state
     values: dict[str, dict[str, Any]] = {}
@@ -237,18 +233,15 @@ def _optimizer(
         parameter = names[index]
         of = join("model", parameter) if parameter in known else None
         for key, value in entries.items():
-            array = join("optimizer", parameter, str(key))
-            if isinstance(value, StateTensor):
-                found.add(array, value, (*above, "state", index, key), of=of)
-            elif _is_plain(value):
+            if not isinstance(value, StateTensor) and _is_plain(value):
                 values.setdefault(parameter, {})[str(key)] = value
-            else:
-                for path, tensor in _tensors(value, (key,)):
-                    spelled = "/".join(map(str, path))
-                    name = join("optimizer", parameter, spelled)
-                    found.add(name, tensor, (*above, "state", index, *path), of=of)
-                if _without_tensors(value)[1]:
-                    found.left_out[array] = "a value that is neither plain nor a tensor"
+                continue
+            for path, tensor in _tensors(value, (key,)):
+                name = join("optimizer", parameter, "/".join(map(str, path)))
+                found.add(name, tensor, (*above, "state", index, *path), of=of)
+            if _without_tensors(value)[1]:
+                name = join("optimizer", parameter, str(key))
+                found.left_out[name] = "a value that is neither plain nor a tensor"
     documents: list[dict[str, Any]] = []
     for group in groups:
         options: dict[str, Any] = {}
@@ -409,10 +402,9 @@ def _names_by_order(
         for name, tensor in model
         if not name.endswith(_BUFFERS) and tensor.dtype.name.startswith(_NUMBERS)
     ]
-    if len(parameters) != len(indices):
-        return None
-    names = {i: name for i, (name, _) in zip(indices, parameters, strict=True)}
-    return None if _misfit(names, by_parameter, dict(parameters)) else names
+    names = {i: name for i, (name, _) in zip(indices, parameters, strict=False)}
+    fits = len(parameters) == len(indices) and not _misfit(names, by_parameter, dict(parameters))
+    return names if fits else None
 
 
 def _misfit(
@@ -423,9 +415,8 @@ def _misfit(
     """A state whose shape is not that of its parameter; empty where all fit."""
     for index, name in names.items():
         shape = model[name].shape if name in model else None
-        for key, value in by_parameter.get(index, {}).items():
-            fits = not isinstance(value, StateTensor) or value.shape in (shape, (), (1,))
-            if shape is not None and not fits:
+        for key, value in by_parameter.get(index, {}).items() if shape is not None else ():
+            if isinstance(value, StateTensor) and value.shape not in (shape, (), (1,)):
                 return f"{key} of {name} has the shape {value.shape}, the parameter {shape}"
     return ""
 
@@ -438,9 +429,8 @@ _KINDS = (
     ({"alpha", "centered"}, "RMSprop"),
     ({"lr_decay", "initial_accumulator_value"}, "Adagrad"),
 )
-# Those of torch whose states have the shape of the parameter, or one element. Others legally have
-# rows and columns (Adafactor), fewer of them (GaLore) or blocks (Shampoo); an Adagrad by rows has
-# the options of Adagrad.
+# Those whose states have the shape of the parameter, or one element. Others have rows and columns
+# (Adafactor), fewer of them (GaLore) or blocks (Shampoo); an Adagrad by rows looks like Adagrad.
 _ALIKE = ("Adam", "AdamW", "NAdam", "RMSprop", "SGD")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import ckptkit
 from ckptkit.errors import FormatError
-from ckptkit.live import StateMismatchError, load
+from ckptkit.live import load
 from tests.foreign.contract import ForeignContract, Sample
 from tests.foreign.jobs import as_numpy, network, trained
 from tests.storage.counting import CountingStore
@@ -161,36 +161,6 @@ def test_where_nobody_knows_whose_state_it_is_it_has_no_name_of_a_parameter(
         assert not [name for name in it.arrays if name.startswith("optimizer/")]
         assert "other/optimizer/state/0/exp_avg" in it.arrays
         assert "extra/optimizer" in objects(it)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_an_optimizer_of_another_model_is_not_that_of_the_model(
-    number: int, tmp_path: Path
-) -> None:
-    """Its own `load_state_dict` takes over any shape, and the next step fails."""
-    net = network()
-    optimizer = torch.optim.AdamW(net.named_parameters())
-    net(torch.ones(1, 6)).sum().backward()
-    optimizer.step()
-    saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    saved["optimizer"]["state"][number]["exp_avg"] = torch.ones(3, 2)
-    with opened(saved, tmp_path) as it:
-        assert not [name for name in it.arrays if name.startswith("optimizer/")]
-        assert f"other/optimizer/state/{number}/exp_avg" in it.arrays
-        assert "has the shape (3, 2), the parameter" in it.details["other_shape"]
-    with pytest.raises(StateMismatchError, match="is of another model"):
-        load(tmp_path / "a.pt", model=net, optimizer=optimizer)
-
-
-def test_optimizers_may_have_states_of_other_shapes(tmp_path: Path) -> None:
-    net = network()
-    optimizer = torch.optim.Adafactor(net.named_parameters())
-    net(torch.ones(1, 6)).sum().backward()
-    optimizer.step()
-    with opened({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path) as it:
-        rows = [name for name in it.arrays if name.endswith("row_var")]
-        assert rows
-        assert not [name for name in it.arrays if name.startswith("other/")]
 
 
 def test_what_fits_nowhere_is_kept_or_named(tmp_path: Path) -> None:
