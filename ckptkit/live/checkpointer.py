@@ -191,10 +191,10 @@ class Checkpointer:
                 )
             if self._asynchronous:
                 self._writing = save
-                work = partial(self._finish, save, started, after.pop_all())
+                work = partial(self._write_and_commit, save, started, after.pop_all())
                 self._background.run(work, f"saving step {step}")
             else:
-                self._finish(save, started, after.pop_all())
+                self._write_and_commit(save, started, after.pop_all())
             self._tiers.raise_failed(failed_copy)
             return f"{self._tiers.target.location}/{step_name(step)}"
 
@@ -341,7 +341,7 @@ class Checkpointer:
             # The error that ends the block says more; this one must not be lost.
             log.error("the last save failed: %s", problem)
 
-    def _finish(self, save: PreparedSave, started: float, after: ExitStack) -> None:
+    def _write_and_commit(self, save: PreparedSave, started: float, after: ExitStack) -> None:
         """Write a save and make its step exist, in the background or not."""
         step = save.writer.step
         with after:

@@ -28,7 +28,7 @@ from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, remove
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
 from ckptkit.checkpoint.write.assemble import assemble
-from ckptkit.checkpoint.write.commit import commit, commit_together, committed_save_id, discard
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard, hear_commit
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -374,7 +374,11 @@ class _Copying:
         if told is not None:
             what, where = told
             raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
-        commit_together(ranks, self._target, self._prefix, save_id, self._commit)
+        if ranks.rank == 0:
+            self._commit()
+            ranks.share(lambda: "committed")
+        else:
+            hear_commit(ranks, self._target, self._prefix, save_id)
         return sent
 
     def _is_there(self) -> bool:

@@ -25,7 +25,7 @@ everywhere of two jobs that overwrite one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from ckptkit.checkpoint.places import (
@@ -110,14 +110,10 @@ def commit(store: Store, prefix: str, manifest: Manifest, *, overwrite: bool = F
         discard(store, prefix, old)
 
 
-def commit_together(
-    ranks: Ranks, store: Store, prefix: str, save_id: str, make: Callable[[], None]
-) -> None:
-    """Rank 0 makes the step exist, and tells the others without waiting for them."""
-    if ranks.rank == 0:
-        make()
-        ranks.share(lambda: "committed")
-        return
+def hear_commit(ranks: Ranks, store: Store, prefix: str, save_id: str) -> None:
+    """Wait on another rank until rank 0, which commits, shares that it has. Rank 0 itself waits for
+    nobody.
+    """
     try:
         ranks.share(lambda: "")
     except PeerError:

@@ -25,7 +25,13 @@ from ckptkit.errors import PeerError, StrategyError, UsageError
 from ckptkit.model import Strategy
 from ckptkit.parallel.optimizers.methods import compression_of
 from ckptkit.parallel.ranks.job import init
-from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, in_ddp, wrap_units
+from ckptkit.parallel.strategies.data_parallel import (
+    Unit,
+    check_parameters,
+    in_ddp,
+    wrap_units,
+    zero1_optimizer,
+)
 from ckptkit.parallel.strategies.distributed import Distributed, SpreadJob, all_ranks
 from ckptkit.parallel.strategies.options import (
     Choices,
@@ -280,9 +286,6 @@ def _optimizer_of(modules: Sequence[nn.Module], job: SpreadJob) -> Optimizer | N
         if isinstance(options.optimizer, Optimizer):
             made = options.optimizer
         elif group is not None and trained:
-            # There, because it takes a while to import, and warns.
-            from ckptkit.parallel.strategies.data_parallel import zero1_optimizer  # noqa: PLC0415
-
             made = zero1_optimizer(modules, trained, options, group)
         else:
             made = optimizer_for(options, trained)
