@@ -102,8 +102,8 @@ class Checkpointer:
         self._name = next_name(self._world, "run")
         cuts = HandCuts()
         if rules is not None:
-            # Here rather than in the first save: that a rank lacks the file is a reason for all.
-            # So all ranks pass rules, or none does.
+            # Not in the first save: where one rank lacks the file, all fail here, and at once. To
+            # hear of that all ranks meet, so all of them pass rules, or none does.
             ranks = ranks_of(self._world, f"{self._name}/rules", timeout, "rules were not read")
             with failing_together(ranks):
                 cuts = HandCuts.of(rules)

@@ -82,15 +82,16 @@ class ReadPlan:
     stop: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
     begin: npt.NDArray[np.int64]
-    """Of a whole chunk, or where nothing is compared of one run of it, that lands without gaps: the
-    byte of the wanted memory where it begins; -1 for the others.
+    """The byte of the wanted memory where the piece begins, if it lands there without a gap: a whole
+    chunk, or one run of it where nothing is compared. -1 for the others.
     """
     runs: list[tuple[int, int]]
     piece_of: Callable[[Pieces, int], Piece]
     """Keeps some pieces: those of arrays that are cut alike are the same."""
     bands: Mapping[int, int]
-    """Rows [i, j) of one run that are chunks side by side along the last dim: in a file system
-    all of the run, elsewhere at equal distances.
+    """Which runs are chunks side by side along the last dim, so that each row of the target comes
+    from all of them: first row to last. In a file system that is all of a run, elsewhere the chunks
+    lie at equal distances.
     """
 
     def piece(self, row: int) -> tuple[Wanted, Piece]:

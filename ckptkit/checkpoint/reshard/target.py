@@ -395,7 +395,7 @@ class Budget:
         return self.source.shared(self.workers)
 
     def alone(self) -> Budget:
-        """That of one of the workers, who writes one pack in a process of its own."""
+        """The budget of one of the workers, which writes one pack in a process of its own."""
         one = replace(self, decoded_bytes=self.decoded_bytes // self.workers, shared_bytes=0)
         return replace(one, workers=1, source=self.pace, packs=1)
 

@@ -45,9 +45,10 @@ _NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 
 
 class DTensorLayout(NamedTuple):
-    """How the axes of a job cut a DTensor. Where no placements along them can say that, they are
-    those of the nearest layout that can be said, in which it is saved, and `own` is what this rank
-    holds.
+    """How the axes of a job cut a DTensor.
+
+    Some cuts no placements along the axes of the job can say. Then `placements` are those of the
+    nearest layout that they can, in which it is saved, and `own` is what this rank really holds.
     """
 
     placements: Mapping[str, Placement]

@@ -261,8 +261,8 @@ def _wrapped(
     if sharder:  # which moves the model to the device unit by unit
         return module, wrap_units(module, job.along("ddp", sharder), options, sharder)
     module = module.to(job.device)
-    # `replicate` bears what DDP does not, cut parameters and stages; but of the two only DDP lets
-    # its gradients be compressed.
+    # Copies: DDP takes no parameters that are cut, and stages badly; `replicate` takes both, but
+    # does not let its gradients be compressed.
     if "ddp" in job.names and (styles or (is_stage and options.compression is None)):
         return module, wrap_units(module, job.along("ddp"), options, None)
     if "ddp" in job.names or "zero1" in job.names:
