@@ -103,7 +103,7 @@ class Entries(NamedTuple):
 
 
 def data_offsets(name_lengths: I64, lengths: I64) -> I64:
-    """Where the data of each entry begins (`data_offset`), for entries in a row that begin a pack."""
+    """Where the data of each entry begins (`data_offset`); the first entry begins a pack."""
     fixed = _LOCAL.size + name_lengths + np.where(lengths >= _LIMIT32, 20, 0) + 5
     fixed[1:] += lengths[:-1]
     # All data begins on a border, so that the way from one to the next does not depend on where.

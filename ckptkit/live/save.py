@@ -78,7 +78,7 @@ class Basis(NamedTuple):
     elsewhere: frozenset[str]
     preset: str | None
     nbytes: int
-    """Of the whole job."""
+    """The bytes of the whole job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PreparedSave:
     ranks: StoreRanks | OneRank
     cancelled: threading.Event
     nbytes: int
-    """Of the whole job."""
+    """The bytes of the whole job."""
     basis: Basis | None
     """None where there is something to find out each time."""
 

@@ -60,7 +60,7 @@ class PackBytes:
 
     @classmethod
     def of_rank(cls, found: PackRecord, where: str) -> PackBytes:
-        """Those of a rank's pack; CorruptionError where its record cannot be right."""
+        """The bytes of a rank's pack; CorruptionError where its record cannot be right."""
         end = 0
 
         def placed() -> Iterator[Entry]:

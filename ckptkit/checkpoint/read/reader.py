@@ -82,8 +82,8 @@ class ReadPlan:
     stop: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
     begin: npt.NDArray[np.int64]
-    """The byte of the wanted memory where the piece begins, if it lands there without a gap: a whole
-    chunk, or one run of it where nothing is compared. -1 for the others.
+    """The byte of the wanted memory where the piece begins, if it lands there without a gap: a
+    whole chunk, or one run of it where nothing is compared. -1 for the others.
     """
     runs: list[tuple[int, int]]
     piece_of: Callable[[Pieces, int], Piece]

@@ -53,7 +53,7 @@ class DTensorLayout(NamedTuple):
 
     placements: Mapping[str, Placement]
     axes: frozenset[str]
-    """Those of its mesh, along which it keeps its replicas alike."""
+    """The axes of its mesh, along which it keeps its replicas alike."""
     own: Part | None
 
 
@@ -139,7 +139,7 @@ class Topology:
             return layout_of(shape, self.strategy, row)
 
     def staged(self) -> dict[str, Placement]:
-        """That something is of this rank's stage of a pipeline, where there is one."""
+        """The placement of what is of this rank's stage of a pipeline; empty without one."""
         if self.pipeline is None:
             return {}
         return {self.strategy.mesh.axes[self.pipeline].name: Stage(self.stage)}
