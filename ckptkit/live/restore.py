@@ -265,10 +265,8 @@ def _repeating(topology: Topology, held: LiveTensor) -> Axes:
 def _told_apart(
     topology: Topology, fillings: Sequence[Filling], here: int
 ) -> dict[bool, list[Filling]]:
-    """What to fill, told apart: under True what no other rank of this machine needs.
-
-    `here` ranks are on this machine, and their numbers follow each other. So ranks that hold the
-    same, but are further apart, are on other machines.
+    """What to fill, told apart: under True what no other of the `here` ranks of this machine needs.
+    Their numbers follow each other, so ranks that are further apart are on other machines.
     """
     sizes = topology.strategy.mesh.sizes
     found: dict[bool, list[Filling]] = {}

@@ -9,7 +9,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from itertools import groupby
 from operator import attrgetter
@@ -288,6 +288,8 @@ class LocalSource(Closing):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         self.size = status.st_size
         self._cached = CachedFile(self._file.fileno(), status)
+        self.lend = self._cached.lend
+        self.is_at_hand = self._cached.has
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
         if len(buffers) == 1 and offset >= 0:
@@ -321,14 +323,6 @@ class LocalSource(Closing):
 
     def fetch(self, offset: int, length: int) -> memoryview:
         return memoryview(self.read(offset, length))
-
-    def is_at_hand(self, offset: int) -> bool:
-        return self._cached.has(offset)
-
-    def lend(
-        self, offset: int, length: int, *, past_cache: bool = False
-    ) -> AbstractContextManager[memoryview | None]:
-        return self._cached.lend(offset, length, past_cache=past_cache)
 
     def read(self, start: int = 0, length: int | None = None) -> bytes:
         """Exactly these bytes."""

@@ -28,7 +28,7 @@ from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, remove
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
 from ckptkit.checkpoint.write.assemble import assemble
-from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard, hear_commit
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard, tell_commit
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -376,9 +376,7 @@ class _Copying:
             raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
         if ranks.rank == 0:
             self._commit()
-            ranks.share(lambda: "committed")
-        else:
-            hear_commit(ranks, self._target, self._prefix, save_id)
+        tell_commit(ranks, self._target, self._prefix, save_id)
         return sent
 
     def _is_there(self) -> bool:

@@ -110,12 +110,10 @@ def commit(store: Store, prefix: str, manifest: Manifest, *, overwrite: bool = F
         discard(store, prefix, old)
 
 
-def hear_commit(ranks: Ranks, store: Store, prefix: str, save_id: str) -> None:
-    """Wait on another rank until rank 0, which commits, shares that it has. Rank 0 itself waits for
-    nobody.
-    """
+def tell_commit(ranks: Ranks, store: Store, prefix: str, save_id: str) -> None:
+    """Rank 0, which has committed, tells the others, and waits for none of them."""
     try:
-        ranks.share(lambda: "")
+        ranks.share(lambda: "committed")
     except PeerError:
         # Rank 0 may have committed before it was lost, or before it could say so.
         if committed_save_id(store, prefix) != save_id:

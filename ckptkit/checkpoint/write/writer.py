@@ -22,8 +22,8 @@ from ckptkit.checkpoint.write.commit import (
     commit,
     discard,
     gather,
-    hear_commit,
     refuse_committed,
+    tell_commit,
 )
 from ckptkit.checkpoint.write.pack import Holding, Pack, pack_of, plan_of
 from ckptkit.checkpoint.write.plan import PackPlan
@@ -332,9 +332,7 @@ class Writer:
             # Commit.
             if ranks.rank == 0:
                 self._gather_and_commit(save_id, sizes)
-                ranks.share(lambda: "committed")
-            else:
-                hear_commit(ranks, store, prefix, save_id)
+            tell_commit(ranks, store, prefix, save_id)
         except BaseException as error:
             self._give_up(in_one_line(error))
             raise
