@@ -479,10 +479,8 @@ class _Copying:
 
     def _record(self, pack: int) -> PackRecord:
         if pack not in self._found:
-            size = self._manifest.packs[pack].size
-            self._found[pack] = read_record(
-                self._source, self._folder, pack, self.save_id, self._tables, size=size
-            )
+            at, size = (self._source, self._folder, pack), self._manifest.packs[pack].size
+            self._found[pack] = read_record(*at, self.save_id, self._tables, size=size)
         return self._found[pack]
 
     def _commit(self) -> None:
