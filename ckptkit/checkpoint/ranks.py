@@ -358,7 +358,7 @@ def _failed(failure: str, problem: str, *, given_up: bool) -> PeerError:
 
 
 def late(who: str, timeout: float) -> PeerError:
-    """Of ranks that did not come."""
+    """The error where ranks did not come in time."""
     return PeerError(
         f"{who} did not come within {timeout:g} s",
         hint="look at the log of the rank that is missing; `ckpt ls RUN` shows what is committed",

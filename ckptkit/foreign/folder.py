@@ -52,7 +52,7 @@ class Folder:
         self.only = only
         self.apart = sorted(name for name in names if APART.fullmatch(name))
         self.seen: Any = hashlib.sha256()
-        """Of all metadata that was read."""
+        """The digest of all metadata that was read."""
 
     def where(self, key: str) -> str:
         """A file's place, for messages: of what metadata calls a file, which may be no name."""

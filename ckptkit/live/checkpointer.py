@@ -21,7 +21,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, failing_to
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Retention, Run
 from ckptkit.checkpoint.workers import Progress, uncollected
-from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
+from ckptkit.errors import CkptkitError, FormatError, GivenUpError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.restore import NOT_LOADED, Restored, load_into
@@ -102,8 +102,8 @@ class Checkpointer:
         self._name = next_name(self._world, "run")
         cuts = HandCuts()
         if rules is not None:
-            # Here rather than in the first save: that a rank lacks the file is a reason for all.
-            # So all ranks pass rules, or none does.
+            # Not in the first save: where one rank lacks the file, all fail here, and at once. To
+            # hear of that all ranks meet, so all of them pass rules, or none does.
             ranks = ranks_of(self._world, f"{self._name}/rules", timeout, "rules were not read")
             with failing_together(ranks):
                 cuts = HandCuts.of(rules)
@@ -191,10 +191,10 @@ class Checkpointer:
                 )
             if self._asynchronous:
                 self._writing = save
-                work = partial(self._finish, save, started, after.pop_all())
+                work = partial(self._write_and_commit, save, started, after.pop_all())
                 self._background.run(work, f"saving step {step}")
             else:
-                self._finish(save, started, after.pop_all())
+                self._write_and_commit(save, started, after.pop_all())
             self._tiers.raise_failed(failed_copy)
             return f"{self._tiers.target.location}/{step_name(step)}"
 
@@ -295,14 +295,15 @@ class Checkpointer:
         it as of a failed save. Nothing is left behind, and a step that is committed stays.
         """
         self._background.settle(patience)
-        save = self._writing
-        if save is None:
-            return False
-        save.cancel()
+        if (save := self._writing) is not None:
+            save.cancel()
         try:
             self._background.wait()
         except PeerError as error:
-            log.info("the save of step %d was given up: %s", save.writer.step, error)
+            # Another rank's word may have ended it before this one's.
+            if save is None and not isinstance(error, GivenUpError):
+                raise
+            log.info("a save was given up: %s", error)
             return True
         return False
 
@@ -341,7 +342,7 @@ class Checkpointer:
             # The error that ends the block says more; this one must not be lost.
             log.error("the last save failed: %s", problem)
 
-    def _finish(self, save: PreparedSave, started: float, after: ExitStack) -> None:
+    def _write_and_commit(self, save: PreparedSave, started: float, after: ExitStack) -> None:
         """Write a save and make its step exist, in the background or not."""
         step = save.writer.step
         with after:
@@ -354,7 +355,7 @@ class Checkpointer:
                         old = self._used.pop(0)
                         if self._world.rank == 0:
                             old.forget()
-                    save.writer.commit()
+                    save.commit()
                 self._arena.keep(save)
                 if self._world.rank == 0:
                     seconds = time.perf_counter() - started

@@ -78,20 +78,30 @@ class Basis(NamedTuple):
     elsewhere: frozenset[str]
     preset: str | None
     nbytes: int
-    """Of the whole job."""
+    """The bytes of the whole job."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedSave:
-    """One save of one rank: from any thread `writer.commit` writes it, and makes the step exist."""
+    """One save of one rank, which any thread may commit."""
 
     writer: Writer
     ranks: StoreRanks | OneRank
     cancelled: threading.Event
     nbytes: int
-    """Of the whole job."""
+    """The bytes of the whole job."""
     basis: Basis | None
     """None where there is something to find out each time."""
+    compared: Sequence[tuple[str, int, int]] | None
+    """Name, first rank and checksum of what has to be alike; None where no rank compares any."""
+
+    def commit(self) -> None:
+        """Write it and make the step exist, if what has to be alike is: in `prepare` a training
+        would wait for the slowest rank.
+        """
+        with self.writer:
+            if self.compared is not None:
+                _check_replicas(self.ranks, self.compared)
 
     def cancel(self) -> None:
         """From another thread: write nothing more and do not commit, if it is not too late."""
@@ -147,13 +157,13 @@ def prepare(
         return [dtype, list(held.shape), checksum(name, held.local)]
 
     names = [*(held.name for held in snapshot.tensors), *snapshot.tied]
-    # Extra state is, as buffers are, that of the first rank which has the module.
+    # Extra state is that of the first rank which has the module, as buffers are.
     values = tensors_inline(snapshot.values, "model")
     agreement = put_together(ranks, topology, names, snapshot.optimizers, values, fingerprint)
 
     # Agree on the step and its details, which stages may tell differently, and on what ranks may
-    # have of their own: values that nothing keeps the same, and keys of nested dictionaries. Only
-    # where there can be such do ranks meet here: a rank that is late keeps nobody waiting.
+    # have of their own: keys of nested dictionaries, and values that nothing keeps the same, which
+    # `commit` compares. Ranks meet here for such keys only: else a late one keeps nobody waiting.
     unchanged = last if last and last.outline is snapshot.outline else None
     numbered = unchanged.replicas if unchanged else _replicas(snapshot, options.differing)
     replicas = [(tensors[n].name, first, checksum_of(memory[n])) for n, first in numbered]
@@ -161,7 +171,7 @@ def prepare(
     # In whatever order they are, the same keys have the same digest.
     ordered = sorted((list(keys) for keys in _keys(trees)), key=dumps)
     keys = hashlib.sha256(dumps(ordered)).digest() if trees else b""
-    # The first stage may have none of the buffers of the others.
+    # With stages all ranks meet: the first one may have nothing to compare where others have.
     compares = bool(replicas) or bool(trees) or topology.pipeline is not None
 
     def as_rank_0_has_it() -> tuple[int, dict[str, Any], bytes, bool, dict[str, int], str | None]:
@@ -171,12 +181,13 @@ def prepare(
     wanted, details, first_keys, compares, theirs, preset = ranks.share(as_rank_0_has_it)
     if wanted != step:
         raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)
+    compared = None
     if compares:
         # Stages of a pipeline have groups of their own: the first rank of each is what counts.
         mesh = topology.strategy.mesh
         here = enumerate(mesh.coords(world.rank))
         first = mesh.rank(tuple(at if axis == topology.pipeline else 0 for axis, at in here))
-        _check_replicas(ranks, [*((n, first, crc) for n, crc in plain.items()), *replicas])
+        compared = [*((n, first, crc) for n, crc in plain.items()), *replicas]
     else:
         _check_plain_values(plain, theirs, world.rank)
     objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
@@ -228,7 +239,7 @@ def prepare(
     # Stage: what came from devices is a copy already.
     if options.copies_first and not on_devices:
         writer.stage(arena.pool, threads=copying_threads(world))
-    return PreparedSave(writer, ranks, cancelled, nbytes, basis)
+    return PreparedSave(writer, ranks, cancelled, nbytes, basis, compared)
 
 
 def _add(
@@ -335,8 +346,8 @@ def _check_plain_values(mine: Mapping[str, int], first: Mapping[str, int], rank:
 
 
 def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[int, int]]:
-    """Of tensors that nothing keeps the same on several ranks, of which the first one's is saved,
-    and which nobody said may differ: the number, and that rank.
+    """The tensors to compare between ranks: nothing keeps them the same, only the first rank's is
+    saved, and nobody said that they may differ. Each by its number, and that first rank.
 
     Parameters of mere copies of a model are not compared: ranks need not meet for them, and one
     that is lost keeps nobody waiting. Along an axis that cuts they are: who forgot a rule for one
@@ -361,7 +372,7 @@ def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[int, i
     return found
 
 
-def _check_replicas(ranks: Ranks, mine: list[tuple[str, int, int]]) -> None:
+def _check_replicas(ranks: Ranks, mine: Sequence[tuple[str, int, int]]) -> None:
     """Refuse a save where such checksums differ between ranks."""
     # Mostly all ranks say the same, of 100,000 tensors perhaps: then one word is enough.
     digest = hashlib.sha256(repr(mine).encode()).digest()

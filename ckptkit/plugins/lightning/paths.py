@@ -139,7 +139,7 @@ class PathRuns:
     def save_alone(
         self, path: Any, content: dict[str, Any], model: object, optimizers: Sequence[Optimizer]
     ) -> None:
-        """The same on one rank of a job whose ranks all have the whole state."""
+        """Save on one rank of a job whose ranks all have the whole state."""
         step, objects = int(content["global_step"]), _objects(content, model, optimizers)
         location = self._free(path, step)
         store, training = self._store(location), TrainingState.of(**objects)
@@ -147,7 +147,7 @@ class PathRuns:
         with _naming_keys():
             alone: Any = {"world": World(), "ranks": OneRank()}
             saved = prepare(store, step, training, None, options, self._arena, **alone)
-            saved.writer.commit()
+            saved.commit()
         self._arena.keep(saved)
         self._name(os.fspath(path), location, step)
 
