@@ -23,7 +23,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed_models import (
+from deepspeed_models import (  # type: ignore[import-not-found] # it is beside this program
     Block,
     Data,
     Embedding,
