@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial as bound
 from itertools import accumulate, pairwise
@@ -70,7 +70,8 @@ log = logging.getLogger("ckptkit.live")
 
 NOT_LOADED = "the step was not loaded"
 
-_TURN_BYTES = 64 << 20
+_TURN_BYTES = 32 << 20
+_AT_HAND = 4  # turns: one is given while the others are read, each of which begins and ends slowly
 _PIECE_BYTES = 8 << 20  # small enough to spread evenly over readers
 _ALIGNMENT = 64
 
@@ -439,8 +440,7 @@ class _Circle:
             )
         device = wire() if len(ranks) > 1 else torch.device("cpu")
         self._devices = devices_of([torch.empty(0, device=device), *(each.target for each in plan)])
-        # While one batch is given to the others, the next is read.
-        self._own = [host_memory(largest, self._devices) for _ in self._turns[self._me][:2]]
+        self._own = [host_memory(largest, self._devices) for _ in self._turns[self._me][:_AT_HAND]]
         # What others give arrives here, and on a device also what this rank gives leaves from here.
         if device.type == "cpu":
             self._wired = host_memory(largest if len(ranks) > 1 else 0, self._devices)
@@ -455,7 +455,7 @@ class _Circle:
         def read_turn(turn: int) -> None:
             if errors:
                 return
-            memory, wanted = self._own[turn % 2], []
+            memory, wanted = self._own[turn % _AT_HAND], []
             for start, share in mine[turn]:
                 raw = memory[start : start + share.nbytes].numpy()
                 bits = raw.view(share.array.dtype.bits)
@@ -465,13 +465,14 @@ class _Circle:
             except Exception as error:  # noqa: BLE001 — as the class says
                 errors.append(error)
 
-        with ThreadPoolExecutor(1, thread_name_prefix="ckptkit") as reader:
-            reading: Future[None] | None = reader.submit(read_turn, 0) if mine else None
+        ahead = _AT_HAND - 1
+        with ThreadPoolExecutor(ahead, thread_name_prefix="ckptkit") as readers:
+            reading = [readers.submit(read_turn, turn) for turn in range(len(mine))[:ahead]]
             for turn in range(max(map(len, self._turns), default=0)):
-                if reading is not None:
-                    reading.result()
-                    is_last = turn + 1 >= len(mine)
-                    reading = None if is_last else reader.submit(read_turn, turn + 1)
+                if turn < len(mine):
+                    reading[turn].result()
+                if turn + ahead < len(mine):  # into the memory of the turn before
+                    reading.append(readers.submit(read_turn, turn + ahead))
                 for place, turns in enumerate(self._turns):
                     if turn < len(turns):
                         self._give(place, turn, errors)
@@ -484,9 +485,9 @@ class _Circle:
         start, last = batch[-1]
         room = start + last.room
         if place == self._me and memory.device.type == "cpu":
-            memory = self._own[turn % 2]
+            memory = self._own[turn % _AT_HAND]
         elif place == self._me:
-            memory[:room].copy_(self._own[turn % 2][:room])
+            memory[:room].copy_(self._own[turn % _AT_HAND][:room])
         if len(self._ranks) > 1:
             dist.broadcast(memory[:room], src=self._ranks[place], group=self._group)
         try:
