@@ -222,10 +222,21 @@ def test_an_array_is_in_one_line_of_a_table(run: Path, tmp_path: Path) -> None:
         ckptkit.reshard(run, tmp_path / "new", to="single", selection=selection)
 
 
+def test_a_tensor_may_have_one_name_on_both_sides(run: Path, tmp_path: Path) -> None:
+    lines = [("model.norm.weight",) * 2, ("model.embed_tokens.weight", "wte")]
+    table = {"names": [{"ours": ours, "theirs": theirs} for ours, theirs in lines]}
+    only = tuple(f"model/{ours}" for ours, _ in lines)
+    selection = Selection(names=table, include=only)
+    ckptkit.reshard(run, tmp_path / "new", to="single", selection=selection)
+    with ckptkit.open(tmp_path / "new") as checkpoint:
+        assert set(checkpoint.arrays) == {"model/model.norm.weight", "model/wte"}
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [
         ({"a": ["x", "y"], "b": ["u", "v"]}, "one name on one side"),
+        ({"a": ["x", "x"], "b": "y"}, "each name of a side once"),
         ({"a": "x.*", "b": "y"}, "as many \\*"),
         ({"a": ["x", "y"], "b": "z", "shares": [1]}, "2 shares"),
         ({"a": ["x", "y"], "b": "z", "groups": "a b"}, "arithmetic"),
