@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
 from ckptkit.checkpoint.places import data_prefix, described, read_manifest, step_name, stored_size
-from ckptkit.checkpoint.ranks import Ranks, in_one_line
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, remove
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
@@ -299,7 +299,7 @@ def _leaving(ranks: Ranks) -> Iterator[None]:
     except UnsoundStepError:
         raise
     except BaseException as error:
-        ranks.leave(in_one_line(error))
+        ranks.leave(error)
         raise
 
 

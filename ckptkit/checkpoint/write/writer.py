@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
-from ckptkit.checkpoint.ranks import Ranks, in_one_line, ranks_for
+from ckptkit.checkpoint.ranks import Ranks, ranks_for
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, share_out, uncollected
 from ckptkit.checkpoint.write.commit import (
     commit,
@@ -263,7 +263,7 @@ class Writer:
             self._pack.stage(pool or default_pool(), threads or self._threads)
         except BaseException as error:
             # Memory that is half filled would be written, with checksums of what is in it.
-            self.abort(in_one_line(error))
+            self.abort(error)
             raise
         # The copy is what counts now: the caller may free what it is of.
         self._arrays.clear()
@@ -331,10 +331,10 @@ class Writer:
             # Commit.
             commit_together(ranks, store, prefix, save_id, lambda: self._make_exist(save_id, sizes))
         except BaseException as error:
-            self._give_up(in_one_line(error))
+            self._give_up(error)
             raise
 
-    def abort(self, problem: str = "the save was given up") -> None:
+    def abort(self, problem: BaseException | str = "the save was given up") -> None:
         """Tell the other ranks that there will be no step; leaving the block by an exception
         does this.
         """
@@ -352,7 +352,7 @@ class Writer:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            self.abort(in_one_line(error))
+            self.abort(error)
         elif not self._done:
             self.commit()
 
@@ -392,7 +392,7 @@ class Writer:
         if self.plan and self._tables.first:
             self.plan.table = self._tables.first  # the same, and read: the next save needs not
 
-    def _give_up(self, problem: str) -> None:
+    def _give_up(self, problem: BaseException | str) -> None:
         if self._pack is not None:
             self._pack.release()
         self._ranks.leave(problem)
