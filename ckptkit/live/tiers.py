@@ -18,7 +18,7 @@ from weakref import WeakSet
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.ranks import Failure, Ranks, in_one_line
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
-from ckptkit.checkpoint.run.run import Retention, Run
+from ckptkit.checkpoint.run.run import Retention, Run, prune
 from ckptkit.checkpoint.workers import look_until
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.storage import Store
@@ -111,12 +111,7 @@ class Tiers:
             return
         try:
             # What lies above is of a future that was given up, and may be damaged.
-            Run(self._place).prune(
-                keep_last=rules.keep_last,
-                keep_every=rules.keep_every,
-                keep=rules.keep,
-                up_to=step,
-            )
+            prune(self._place, rules, up_to=step)
         except CkptkitError as error:
             error.what = f"the step was saved, but older ones could not be deleted: {error.what}"
             raise

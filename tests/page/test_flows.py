@@ -64,9 +64,7 @@ def test_flows_are_those_of_each_element(tmp_path: Path, to: str) -> None:
     assert flows["in_place"] == round(stays)
 
 
-def test_too_many_parts_are_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_parts_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"model/w{number}": Tensor(random_values((9 + number, 2))) for number in range(7)}
     save(tmp_path, state)
     rows = {"rules": [{"match": "*", "tp": "shard(0)"}]}
