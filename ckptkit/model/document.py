@@ -13,6 +13,23 @@ from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.model.box import MAX_COORDINATE
 
 
+def fields(
+    doc: object, where: str, required: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The document as a dict that has all required keys and none but the optional ones besides."""
+    if type(doc) is not dict:
+        raise FormatError("must be a map", where=where, value=doc)
+    for key in required:
+        if key not in doc:
+            raise FormatError(f"lacks {key!r}", where=where, value=doc)
+    # As the required ones are all there, only a longer document can have others to look at.
+    if len(doc) > len(required):
+        for key in doc:
+            if key not in required and key not in optional:
+                raise FormatError("has an unknown key", where=where, value=key)
+    return doc
+
+
 def integer(value: object, where: str, *, least: int = 0, most: int = MAX_COORDINATE) -> int:
     if type(value) is not int:  # not isinstance, here and below: True would be an integer
         raise FormatError("must be an integer", where=where, value=value)
@@ -31,6 +48,12 @@ def integers(
         if type(item) is not int or not least <= item <= most:
             integer(item, f"{where}.{i}", least=least, most=most)
     return tuple(value)
+
+
+def text(value: object, where: str) -> str:
+    if type(value) is not str:
+        raise FormatError("must be a string", where=where, value=value)
+    return value
 
 
 _SIZES: dict[str, int] = {
@@ -152,9 +175,7 @@ class Fields:
 
     def text(self, key: str) -> str:
         value = self.any(key)
-        if type(value) is not str:
-            raise FormatError("must be a string", where=self.at(key), value=value)
-        return value
+        return value if type(value) is str else text(value, self.at(key))
 
     def items(self, key: str) -> list[Any]:
         value = self.any(key)
