@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.reshard.plan import Resharded, ReshardPlan, plan_reshard, reshard
     from ckptkit.checkpoint.reshard.selection import Selection
     from ckptkit.checkpoint.reshard.target import Explained, explain_rules
-    from ckptkit.checkpoint.run.run import Run
+    from ckptkit.checkpoint.run import Run
     from ckptkit.checkpoint.workers import ProgressBar
     from ckptkit.checkpoint.write.writer import Writer
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
     from ckptkit.model import Strategy
     from ckptkit.model.document import size_text, time_text
     from ckptkit.model.folds import fold_names, natural_order
-    from ckptkit.page.view import view
+    from ckptkit.page import view
     from ckptkit.storage import open_store
 
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
@@ -53,14 +53,14 @@ _MODULES = {
     "checkpoint.reshard.plan": ("ReshardPlan", "Resharded", "plan_reshard", "reshard"),
     "checkpoint.reshard.selection": ("Selection",),
     "checkpoint.reshard.target": ("Explained", "explain_rules"),
-    "checkpoint.run.run": ("Run",),
+    "checkpoint.run": ("Run",),
     "checkpoint.workers": ("ProgressBar",),
     "checkpoint.write.writer": ("Writer",),
     "model.folds": ("fold_names", "natural_order"),
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
     "model.document": ("size_text", "time_text"),
-    "page.view": ("view",),
+    "page": ("view",),
     "storage": ("open_store",),
 }
 # After `import ckptkit` alone too; those that need torch import it then.

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import ckptkit
+from ckptkit import page
 from ckptkit.model import Box
-from ckptkit.page import view
-from ckptkit.page.view import flows_of
+from ckptkit.page import flows_of
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Tensor, random_values, save
 
@@ -70,5 +70,5 @@ def test_too_many_parts_are_not_followed(tmp_path: Path, monkeypatch: pytest.Mon
     rows = {"rules": [{"match": "*", "tp": "shard(0)"}]}
     few = ckptkit.plan_reshard(tmp_path, MemoryStore(), to="tp:9", rules=rows)
     assert flows_of(few) is not None
-    monkeypatch.setattr(view, "_MOST_PARTS", 30)
+    monkeypatch.setattr(page, "_MOST_PARTS", 30)
     assert flows_of(few) is None

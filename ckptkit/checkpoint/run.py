@@ -91,7 +91,7 @@ class Run:
 
     def show(self, **options: Any) -> Inline:
         """The page of its newest step, as `Checkpoint.show`."""
-        return Inline(import_module("ckptkit.page.view").view(self._store, **options))
+        return Inline(import_module("ckptkit.page").view(self._store, **options))
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
