@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.reshard.plan import Resharded, ReshardPlan, plan_reshard, reshard
     from ckptkit.checkpoint.reshard.selection import Selection
     from ckptkit.checkpoint.reshard.target import Explained, explain_rules
-    from ckptkit.checkpoint.run import Run
+    from ckptkit.checkpoint.run.run import Run
     from ckptkit.checkpoint.workers import ProgressBar
     from ckptkit.checkpoint.write.writer import Writer
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
@@ -53,7 +53,7 @@ _MODULES = {
     "checkpoint.reshard.plan": ("ReshardPlan", "Resharded", "plan_reshard", "reshard"),
     "checkpoint.reshard.selection": ("Selection",),
     "checkpoint.reshard.target": ("Explained", "explain_rules"),
-    "checkpoint.run": ("Run",),
+    "checkpoint.run.run": ("Run",),
     "checkpoint.workers": ("ProgressBar",),
     "checkpoint.write.writer": ("Writer",),
     "model.folds": ("fold_names", "natural_order"),

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.places import Place, step_name, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, failing_together
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.run import Retention, Run
+from ckptkit.checkpoint.run.run import Retention, Run
 from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list

@@ -15,10 +15,10 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from ckptkit.checkpoint.mirror import LOCAL, REMOTE, CopyOptions, Mirror
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.ranks import Failure, Ranks, in_one_line
-from ckptkit.checkpoint.run import Retention, Run, prune
+from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
+from ckptkit.checkpoint.run.run import Retention, Run, prune
 from ckptkit.checkpoint.workers import look_until
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.storage import Store

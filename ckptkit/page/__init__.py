@@ -30,7 +30,7 @@ from ckptkit.checkpoint.read.stream import STREAM_MEMORY, Band, Limits, stored_a
 from ckptkit.checkpoint.reshard.plan import ReshardPlan, plan_reshard
 from ckptkit.checkpoint.reshard.target import TargetArray
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayKind

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ckptkit.checkpoint.places import manifest_size, step_name, store_at
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import FormatError, NotFoundError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import OPTIMIZER
 from ckptkit.format.objects import Replicated

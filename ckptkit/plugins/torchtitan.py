@@ -13,7 +13,7 @@ from torch import nn
 from ckptkit.checkpoint.export.export import export
 from ckptkit.checkpoint.places import step_name
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer, StateMismatchError, load, save
 from ckptkit.live.state.ranks import current_world, meeting

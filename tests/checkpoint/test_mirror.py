@@ -11,9 +11,9 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, ThreadBarrier
-from ckptkit.checkpoint.mirror import LOCAL, REMOTE, CopyOptions, Mirror
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.checkpoint.run import Retention
+from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
+from ckptkit.checkpoint.run.run import Retention
 from ckptkit.errors import (
     CkptkitError,
     StepExistsError,

@@ -15,7 +15,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, Writer
-from ckptkit.checkpoint.run import Retention
+from ckptkit.checkpoint.run.run import Retention
 from ckptkit.errors import NotFoundError, StorageError, UsageError
 from ckptkit.storage import LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import at_step, contents, memory_with
@@ -312,8 +312,8 @@ def test_the_empty_folders_of_a_deletion_that_was_killed_are_deleted(
 KILLED_AS_IT_CLAIMS = """
 import os, signal, sys
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.checkpoint.mirror import Mirror
-from ckptkit.checkpoint.run import Retention
+from ckptkit.checkpoint.run.mirror import Mirror
+from ckptkit.checkpoint.run.run import Retention
 from ckptkit.storage import LocalStore, open_store
 
 if sys.argv[2] == "killed":

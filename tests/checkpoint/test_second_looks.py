@@ -13,7 +13,7 @@ import pytest
 
 import ckptkit
 from ckptkit import FileBarrier, Run, Sum, ThreadBarrier, Writer
-from ckptkit.checkpoint.run import remove
+from ckptkit.checkpoint.run.run import remove
 from ckptkit.errors import FormatError, PeerError, StorageError, UsageError
 from ckptkit.storage import LocalStore, MemoryStore
 from tests.checkpoint.saving import outcomes

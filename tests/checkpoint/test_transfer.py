@@ -17,13 +17,13 @@ import pytest
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
 from ckptkit.checkpoint.check.pack import PackBytes
-from ckptkit.checkpoint.mirror import (
+from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.checkpoint.read.packs import read_record
+from ckptkit.checkpoint.run.mirror import (
     CopyOptions,
     UnsoundStepError,
     copy_step,
 )
-from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StepExistsError, StorageError
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest

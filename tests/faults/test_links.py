@@ -13,9 +13,9 @@ import torch
 
 import ckptkit
 from ckptkit import Run
-from ckptkit.checkpoint.mirror import Mirror
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.checkpoint.run import Retention, plan_prune, remove
+from ckptkit.checkpoint.run.mirror import Mirror
+from ckptkit.checkpoint.run.run import Retention, plan_prune, remove
 from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.live import Checkpointer
 from ckptkit.storage import LocalStore, MemoryStore

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint import mirror
+from ckptkit.checkpoint.run import mirror
 from ckptkit.errors import NotFoundError
 from ckptkit.live import Checkpointer, load, load_state, save
 from ckptkit.storage import open_store

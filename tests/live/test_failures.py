@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import fully_shard
 
 import ckptkit
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.write.pack import Pack
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StorageError
 from ckptkit.live import Checkpointer

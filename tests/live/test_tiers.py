@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import ckptkit
-from ckptkit.checkpoint import mirror
-from ckptkit.checkpoint.mirror import Copied, copy_step
 from ckptkit.checkpoint.places import MANIFEST
+from ckptkit.checkpoint.run import mirror
+from ckptkit.checkpoint.run.mirror import Copied, copy_step
 from ckptkit.errors import (
     CkptkitError,
     CorruptionError,

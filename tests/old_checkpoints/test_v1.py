@@ -11,8 +11,8 @@ import pytest
 import zarr
 
 import ckptkit
-from ckptkit.checkpoint.mirror import copy_step
 from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.checkpoint.run.mirror import copy_step
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.storage import MemoryStore, open_store

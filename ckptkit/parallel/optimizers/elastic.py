@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.format.objects import PerRank
 from ckptkit.live.checkpointer import Checkpointer

@@ -30,7 +30,7 @@ from torch.futures import Future
 from ckptkit.checkpoint.places import Place
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Failure, failing_together
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, PeerError
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path
 from ckptkit.format.names import MODEL, OPTIMIZER

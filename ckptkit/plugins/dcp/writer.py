@@ -25,7 +25,7 @@ from torch.futures import Future
 from ckptkit.checkpoint.places import Place
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
 from ckptkit.checkpoint.rules_file import fitting_presets, of_first_layer
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, uncollected
 from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.checkpoint.write.writer import HeldKind, Writer

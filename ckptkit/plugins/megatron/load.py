@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.megatron import COMMON, CONFIG
 from ckptkit.live.restore import NOT_LOADED, open_together

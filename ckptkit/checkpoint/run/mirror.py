@@ -25,7 +25,7 @@ from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
 from ckptkit.checkpoint.places import data_prefix, described, read_manifest, step_name, stored_size
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
-from ckptkit.checkpoint.run import ABANDONED, Retention, Run, plan_prune, prune, remove
+from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, prune, remove
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
 from ckptkit.checkpoint.write.assemble import assemble
 from ckptkit.checkpoint.write.commit import commit, commit_together, committed_save_id, discard
