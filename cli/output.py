@@ -46,7 +46,7 @@ class Reply(NamedTuple):
     document: Any
     """For programs."""
     lines: Iterable[str] = ()
-    """The same for people; worked out when they are asked for."""
+    """What people see; worked out when it is asked for."""
     remarks: Sequence[str] = ()
     """What people are told besides, on stderr."""
     code: int = 0

@@ -54,7 +54,7 @@ class Program(Command, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Of a command that is none the nearest one is named."""
+        """Names the nearest command where there is none of this name."""
         if args[0] not in COMMANDS and args[0][:1] != "-" and not ctx.resilient_parsing:
             guess = nearest(args[0], COMMANDS)
             raise UsageError(

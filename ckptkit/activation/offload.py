@@ -92,7 +92,7 @@ class _View:
     is_conj: bool
     is_neg: bool
     spread: DTensorSpec | None = None
-    """Of a DTensor's part on this rank: how the whole lies."""
+    """How the whole lies, where this is the part of a DTensor."""
 
 
 class OffloadedForward:

@@ -101,7 +101,7 @@ class _CutTensor:
     stride: tuple[int, ...] | None = None
     """The tensor's strides where `own` has the order of its memory; None: that of the indices."""
     spread: DTensorSpec | None = None
-    """Of a DTensor: how it lies."""
+    """How a DTensor lies; None for other tensors."""
 
 
 def cut(tensor: torch.Tensor, group: dist.ProcessGroup) -> _CutTensor:

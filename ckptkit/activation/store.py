@@ -408,7 +408,7 @@ class DistributedActivationStore:
         self._together("clear_everywhere", None)  # none fetches what another has yet to clear
 
     def memory_stats(self) -> list[MemoryStats]:
-        """Of all ranks, in their order."""
+        """What each rank has, in their order."""
         heard = self._together("memory_stats", asdict(self.local.memory_stats()))
         return [MemoryStats(**said) for said in heard]
 

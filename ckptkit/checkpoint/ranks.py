@@ -348,7 +348,7 @@ _Notes: TypeAlias = dict[str, bytes] | _Folder
 
 
 def late(who: str, timeout: float) -> PeerError:
-    """Of ranks that did not come."""
+    """The error where ranks did not come in time."""
     return PeerError(
         f"{who} did not come within {timeout:g} s",
         hint="look at the log of the rank that is missing; `ckpt ls RUN` shows what is committed",

@@ -201,9 +201,9 @@ class Pace:
     requests: int
     request_bytes: int
     gap_bytes: int
-    waits_for_answers: bool
-    """As of the store. Where nothing waits reads are copies, and many small ones cost little: some
-    rows of many chunks are read at a time.
+    by_request: bool
+    """Each read waits for an answer: of a server, or of a device past the page cache. Elsewhere
+    reads are copies, and many small ones cost little: some rows of many chunks at a time.
     """
     borrows: bool = True
     """Whether what the system has of a file in memory is copied from there. Meanwhile it counts as
@@ -218,8 +218,8 @@ class Pace:
         can = store.abilities
         if not can.waits_for_answers:
             requests = can.concurrency or copy_threads()
-            return cls(requests, can.request_bytes, can.gap_bytes, waits_for_answers=False)
-        whole = cls(at_once(can), can.request_bytes, can.gap_bytes, waits_for_answers=True)
+            return cls(requests, can.request_bytes, can.gap_bytes, by_request=False)
+        whole = cls(at_once(can), can.request_bytes, can.gap_bytes, by_request=True)
         return whole if memory is None else whole.within(memory)
 
     def past_cache(self) -> Pace:
@@ -229,19 +229,19 @@ class Pace:
             requests=max(self.requests, DEFAULT_THREADS),
             request_bytes=DEVICE_BYTES,
             gap_bytes=_GAP_ON_DEVICE,
-            waits_for_answers=True,
+            by_request=True,
         )
 
     @property
     def nbytes(self) -> int:
         """The most that is on its way, besides what the caller reads into."""
-        return self.requests * self.request_bytes * _COPIES if self.waits_for_answers else 0
+        return self.requests * self.request_bytes * _COPIES if self.by_request else 0
 
     def within(self, memory: int) -> Pace:
         """A pace that takes so much memory: smaller requests, as long as they are good ones, then
         fewer of them, and where even one is too much a smaller one.
         """
-        if not self.waits_for_answers or self.nbytes <= memory:
+        if not self.by_request or self.nbytes <= memory:
             return self
         room = memory // _COPIES
         good = min(self.request_bytes, max(_GOOD_REQUEST, room // self.requests))
@@ -252,7 +252,7 @@ class Pace:
         """What each of some workers in bounded memory gets of it; in a file system, where each does
         its own reading, one request.
         """
-        if not self.waits_for_answers:
+        if not self.by_request:
             return replace(self, requests=1, borrows=False)
         requests = max(1, self.requests // workers)
         return self._sized(requests, self.requests * self.request_bytes // (requests * workers))

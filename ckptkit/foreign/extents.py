@@ -74,7 +74,7 @@ class ForeignStep:
     """What the format calls the arrays that have another name here."""
     details: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Of the model, as `config.json` has them: rules refer to them."""
+    """The sizes of the model, as `config.json` has them: rules refer to them."""
     encoded: Sequence[Encoded] = ()
     """What lies compressed in the files. Decoded, one after the other, it is the file `DECODED`."""
 

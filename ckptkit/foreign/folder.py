@@ -41,7 +41,7 @@ class Folder:
         self.files = files
         self.only = only
         self.seen: Any = hashlib.sha256()
-        """Of all metadata that was read."""
+        """The digest of all metadata that was read."""
 
     def where(self, key: str) -> str:
         """A file's place, for messages: of what metadata calls a file, which may be no name."""

@@ -302,7 +302,7 @@ def _by_parameter_and_group(
 def _from_flat(
     state: Mapping[Any, Any],
 ) -> tuple[dict[Any, dict[Any, Any]], list[dict[Any, Any]], dict[Any, Any]]:
-    """The same of a flat dictionary."""
+    """As `_by_parameter_and_group`, of a flat dictionary."""
     more: dict[Any, Any] = {}
     by_name: dict[Any, dict[Any, Any]] = {}
     options: dict[str, dict[Any, Any]] = {}

@@ -40,7 +40,7 @@ class ArrayTable:
     """
 
     names: tuple[str, ...]
-    """Of the arrays, sorted."""
+    """The names of the arrays, sorted."""
     kinds: tuple[ArrayKind, ...]
     """What each of them is."""
     ofs: tuple[str | None, ...]
@@ -150,7 +150,7 @@ class ArrayTables:
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, int], ArrayTable] = {}
         self.first: ArrayTable | None = None
-        """That of rank 0's record, once it is read."""
+        """The table of rank 0's record, once it is read."""
         self.documents: dict[bytes, Entries] = {}
         """What records say of Zarr documents, packed, that was read before."""
 

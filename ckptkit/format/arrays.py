@@ -191,7 +191,7 @@ def _as_written(data: bytes, table: list[tuple[Placement, ...]]) -> ArrayColumns
 def _columns(
     names: Sequence[str], kinds: Sequence[ArrayKind | None], others: Sequence[str | None]
 ) -> ArrayColumns:
-    """Those of a list of names: what is of no kind is an alias of the other name."""
+    """The columns of a list of names; one without a kind is an alias of the other name."""
     rows = list(zip(names, kinds, others, strict=True))
     found = ArrayColumns(
         tuple([name for name, kind, _ in rows if kind is not None]),

@@ -88,12 +88,12 @@ class Entries(NamedTuple):
         return cls(names, columns[0], columns[1], columns[2].astype(np.uint32))
 
     def each(self) -> Iterator[Entry]:
-        """One after the other."""
+        """The entries as objects, one after the other."""
         numbers = (column.tolist() for column in (self.offsets, self.lengths, self.crcs))
         return map(Entry, self.names, *numbers)
 
     def part(self, first: int, last: int) -> Entries:
-        """Some of them."""
+        """The entries `first` to `last` - 1."""
         span = slice(first, last)
         return Entries(self.names[span], self.offsets[span], self.lengths[span], self.crcs[span])
 
@@ -103,7 +103,7 @@ class Entries(NamedTuple):
 
 
 def data_offsets(name_lengths: I64, lengths: I64) -> I64:
-    """The same for entries in a row, of which the first begins a pack."""
+    """Where the data of each entry begins (`data_offset`); the first entry begins a pack."""
     fixed = _LOCAL.size + name_lengths + np.where(lengths >= _LIMIT32, 20, 0) + 5
     fixed[1:] += lengths[:-1]
     # All data begins on a border, so that the way from one to the next does not depend on where.

@@ -102,8 +102,8 @@ class Checkpointer:
         self._name = next_name(self._world, "run")
         cuts = HandCuts()
         if rules is not None:
-            # Here rather than in the first save: that a rank lacks the file is a reason for all.
-            # So all ranks pass rules, or none does.
+            # Not in the first save: where one rank lacks the file, all fail here, and at once. To
+            # hear of that all ranks meet, so all of them pass rules, or none does.
             ranks = ranks_of(self._world, f"{self._name}/rules", timeout, "rules were not read")
             with failing_together(ranks):
                 cuts = HandCuts.of(rules)
@@ -191,10 +191,10 @@ class Checkpointer:
                 )
             if self._asynchronous:
                 self._writing = save
-                work = partial(self._finish, save, started, after.pop_all())
+                work = partial(self._write_and_commit, save, started, after.pop_all())
                 self._background.run(work, f"saving step {step}")
             else:
-                self._finish(save, started, after.pop_all())
+                self._write_and_commit(save, started, after.pop_all())
             self._tiers.raise_failed(failed_copy)
             return f"{self._tiers.target.location}/{step_name(step)}"
 
@@ -336,7 +336,7 @@ class Checkpointer:
             # The error that ends the block says more; this one must not be lost.
             log.error("the last save failed: %s", problem)
 
-    def _finish(self, save: PreparedSave, started: float, after: ExitStack) -> None:
+    def _write_and_commit(self, save: PreparedSave, started: float, after: ExitStack) -> None:
         """Write a save and make its step exist, in the background or not."""
         step = save.writer.step
         with after:

@@ -66,9 +66,9 @@ class Report:
     unexpected: list[str] = field(default_factory=list)
     """In the step but not in the objects of any rank."""
     reshaped: list[str] = field(default_factory=list)
-    """Of another shape in the step, with both shapes: left as they were."""
+    """Tensors of another shape in the step, with both shapes: left as they were."""
     cast: list[str] = field(default_factory=list)
-    """Of another dtype in the step, with both dtypes."""
+    """Tensors of another dtype in the step, with both dtypes."""
     skipped: list[str] = field(default_factory=list)
     """Values of each rank of a job of another size."""
     untied: list[str] = field(default_factory=list)

@@ -265,8 +265,8 @@ def _repeating(topology: Topology, held: LiveTensor) -> Axes:
 def _told_apart(
     topology: Topology, fillings: Sequence[Filling], here: int
 ) -> dict[bool, list[Filling]]:
-    """Under True what this rank is alone to need on its machine, which has so many ranks. They
-    follow each other, so what is repeated at a larger distance is repeated on other machines.
+    """What to fill, told apart: under True what no other of the `here` ranks of this machine needs.
+    Their numbers follow each other, so ranks that are further apart are on other machines.
     """
     sizes = topology.strategy.mesh.sizes
     found: dict[bool, list[Filling]] = {}

@@ -78,7 +78,7 @@ class Basis(NamedTuple):
     elsewhere: frozenset[str]
     preset: str | None
     nbytes: int
-    """Of the whole job."""
+    """The bytes of the whole job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PreparedSave:
     ranks: StoreRanks | OneRank
     cancelled: threading.Event
     nbytes: int
-    """Of the whole job."""
+    """The bytes of the whole job."""
     basis: Basis | None
     """None where there is something to find out each time."""
 
@@ -147,7 +147,7 @@ def prepare(
         return [dtype, list(held.shape), checksum(name, held.local)]
 
     names = [*(held.name for held in snapshot.tensors), *snapshot.tied]
-    # Extra state is, as buffers are, that of the first rank which has the module.
+    # Extra state is that of the first rank which has the module, as buffers are.
     values = tensors_inline(snapshot.values, "model")
     agreement = put_together(ranks, topology, names, snapshot.optimizers, values, fingerprint)
 
@@ -161,7 +161,7 @@ def prepare(
     # In whatever order they are, the same keys have the same digest.
     ordered = sorted((list(keys) for keys in _keys(trees)), key=dumps)
     keys = hashlib.sha256(dumps(ordered)).digest() if trees else b""
-    # The first stage may have none of the buffers of the others.
+    # With stages all ranks meet: the first one may have nothing to compare where others have.
     compares = bool(replicas) or bool(trees) or topology.pipeline is not None
 
     def as_rank_0_has_it() -> tuple[int, dict[str, Any], bytes, bool, dict[str, int], str | None]:
@@ -335,8 +335,8 @@ def _check_plain_values(mine: Mapping[str, int], first: Mapping[str, int], rank:
 
 
 def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[int, int]]:
-    """Of tensors that nothing keeps the same on several ranks, of which the first one's is saved,
-    and which nobody said may differ: the number, and that rank.
+    """The tensors to compare between ranks: nothing keeps them the same, only the first rank's is
+    saved, and nobody said that they may differ. Each by its number, and that first rank.
 
     Parameters of mere copies of a model are not compared: ranks need not meet for them, and one
     that is lost keeps nobody waiting. Along an axis that cuts they are: who forgot a rule for one

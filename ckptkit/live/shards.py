@@ -38,7 +38,7 @@ class TensorSharding:
     """How a tensor is cut, and what of it this rank holds."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     dtype: str
     placements: Mapping[str, str]
     """By axis of the strategy; replicated along the others."""

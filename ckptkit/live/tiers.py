@@ -120,10 +120,14 @@ class Tiers:
         """On rank 0: which steps to load from, best first, and from where."""
         if self._mirror is not None:
             return self._mirror.candidates(step, fallback=fallback)
-        steps = Run(self._place).steps()[::-1] if step is None or fallback else []
+        run = Run(self._place)
+        if step is None and not fallback:  # all steps of a long run are many requests
+            newest = run.latest()
+            return [] if newest is None else [(newest, REMOTE)]
+        steps = run.steps()[::-1] if fallback else []
         if step is not None:  # whether it is there or not: that it lacks has to be said
             steps = [step, *(number for number in steps if number < step)]
-        return [(number, REMOTE) for number in (steps if fallback else steps[:1])]
+        return [(number, REMOTE) for number in steps]
 
     def raise_failed(self, said: tuple[int, bytes] | None) -> None:
         """Raise on all ranks what rank 0 said in `meet`. The others wait for the end of that round:

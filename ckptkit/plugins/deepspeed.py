@@ -138,7 +138,7 @@ class EngineState:
             self._stage = 1
         self._group: Any = None
         self.mesh = self._mesh()
-        """That of the whole job."""
+        """The mesh of the whole job."""
         self._held: dict[nn.Parameter, _Held] = {}
         self.model: nn.Module = engine.module
         self.optimizer: Any = self._wrapper

@@ -75,7 +75,7 @@ class HeldElements:
         return -(-self.shape[0] // self.ranks)
 
     def elements(self, row: torch.Tensor) -> torch.Tensor:
-        """Those of this rank, in what is kept for the row."""
+        """The elements of this rank, in what is kept for the row."""
         start, stop = self.cut.of(self.rank)
         return row.detach().view(-1).narrow(0, self.at if start < stop else 0, stop - start)
 

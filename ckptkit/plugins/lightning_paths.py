@@ -139,7 +139,7 @@ class PathRuns:
     def save_alone(
         self, path: Any, content: dict[str, Any], model: object, optimizers: Sequence[Optimizer]
     ) -> None:
-        """The same on one rank of a job whose ranks all have the whole state."""
+        """Save on one rank of a job whose ranks all have the whole state."""
         step, objects = int(content["global_step"]), _objects(content, model, optimizers)
         location = self._free(path, step)
         store, training = self._store(location), TrainingState.of(**objects)

@@ -107,7 +107,7 @@ class _At(NamedTuple):
 
     key: str
     checkpoint: str = ""
-    """That it is in, or is all of, and which is not committed yet."""
+    """The checkpoint that it is in, or is all of, and which is not committed yet."""
     name: str = ""
     """In that."""
     sums: str = ""

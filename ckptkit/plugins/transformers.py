@@ -320,7 +320,7 @@ class _Resumed:
     source: str | None
     """What names it; None for the newest of the run."""
     state: dict[str, Any]
-    """Of the Trainer."""
+    """The state of the Trainer."""
 
     @classmethod
     def of(cls, restored: Restored, source: str | None) -> _Resumed:

@@ -130,16 +130,16 @@ class MemoryStore(KeyedStore):
             self._shelf.pending.add(path)
         data = bytearray(parts.total)
 
-        def forget() -> None:
+        def discard() -> None:
             with self._shelf.lock:
                 self._shelf.pending.discard(path)
 
-        def store() -> None:
+        def publish() -> None:
             with self._shelf.lock:
                 self._shelf.pending.discard(path)
                 self._shelf.objects[path] = _Object(data, time.time())
 
-        return BufferSink(parts, memoryview(data), store, forget)
+        return BufferSink(parts, memoryview(data), publish, discard)
 
     def put(
         self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False

@@ -303,7 +303,7 @@ def test_zarr_reads_what_is_far_away(remote: RemoteStore) -> None:
 def test_a_pace_stays_within_memory() -> None:
     store = RemoteStore()
     whole = Pace.of(store)
-    assert (whole.requests, whole.request_bytes, whole.waits_for_answers) == (16, 16 * MIB, True)
+    assert (whole.requests, whole.request_bytes, whole.by_request) == (16, 16 * MIB, True)
     for memory in (1 * MIB, 5 * MIB, 16 * MIB, 100 * MIB, 1024 * MIB):
         held = Pace.of(store, memory)
         assert held.nbytes <= max(memory, 2 * MIB)
@@ -323,7 +323,7 @@ def test_a_pace_stays_within_memory() -> None:
     assert Pace.of(store).shared(4).requests == 4
     assert Pace.of(store).shared(64).requests == 1
     local = Pace.of(MemoryStore(), 1)
-    assert (local.request_bytes, local.waits_for_answers, local.nbytes) == (2 * MIB, False, 0)
+    assert (local.request_bytes, local.by_request, local.nbytes) == (2 * MIB, False, 0)
 
 
 def test_a_lost_answer_to_the_commit_is_read_back_and_nothing_is_put_again() -> None:

@@ -12,7 +12,7 @@ from ckptkit import CkptkitError, Run
 from ckptkit.errors import AccessError, NotFoundError, StepExistsError
 from ckptkit.storage import open_store
 from ckptkit.storage.objects import server
-from ckptkit.storage.objects.server import ExpectedEtag
+from ckptkit.storage.objects.server import BodyCheck
 from tests.checkpoint.saving import small_state
 from tests.faults.racing import holder, race
 from tests.faults.scene import (
@@ -132,7 +132,7 @@ def test_where_the_server_compares_it_is_what_finds_a_damaged_part(
     scene: Scene, times: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "WORTH_ASKING", MIB)
-    monkeypatch.setattr(ExpectedEtag, "add", _never)
+    monkeypatch.setattr(BodyCheck, "add", _never)
     scene = replace(scene, pace={**UNHURRIED, "deadline": 10.0})
     scene.begin()
     Trouble(FlipUpload(MIB), PART, times=times).make(scene.proxy)
@@ -142,7 +142,7 @@ def test_where_the_server_compares_it_is_what_finds_a_damaged_part(
     scene.assert_steps({1: FIRST} if errors else {1: FIRST, 2: LARGE}, {2: LARGE})
 
 
-def _never(_digest: ExpectedEtag, piece: memoryview) -> None:
+def _never(_check: BodyCheck, piece: memoryview) -> None:
     assert piece.nbytes < MIB, "the server compares large pieces itself"
 
 

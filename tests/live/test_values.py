@@ -35,7 +35,9 @@ from ckptkit.live import (
     save,
     set_rng_state,
 )
+from ckptkit.storage import LocalStore
 from tests.live.pool import Pool
+from tests.storage.counting import CountingStore
 
 
 def save_values(location: str) -> None:
@@ -362,3 +364,15 @@ def test_a_save_of_nothing_is_refused(given: dict[str, None], tmp_path: Path) ->
         with pytest.raises(UsageError, match="nothing to save"):
             checkpointer.save(1, **given)
         assert checkpointer.save(1, extra={"n": 1}) is not None
+
+
+def test_a_restore_of_the_newest_step_asks_about_no_other(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(1, 9):
+            checkpointer.save(step, extra={"n": step})
+    store = CountingStore(LocalStore(tmp_path))
+    with Checkpointer(store) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored is not None
+        assert restored.step == 8
+    assert store.operations["size"] == 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 import ckptkit
+from tests.servers.process import free_port
 from tests.servers.s3_server import Bucket
 
 FRAMEWORKS = os.environ.get("CKPTKIT_FRAMEWORKS", "")
@@ -275,9 +275,7 @@ loss_of = lambda engine: engine(torch.ones(2, 4)).square().mean()
 print("said", restored and restored.step, engine.global_steps)
 """
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        job["MASTER_PORT"] = str(free.getsockname()[1])
+    job["MASTER_PORT"] = str(free_port())
     job |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     for wanted, left in (("said None 6", [3, 6]), ("said 3 6", [3, 6])):
         done = subprocess.run(

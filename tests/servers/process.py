@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
@@ -72,9 +74,24 @@ def installed(program: str) -> Path:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on, below those that systems give to whoever asks for any: one of
+    them might be another connection's by the time that a server takes it.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)  # a test may have set the seed of `random`
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def until_listening(port: int) -> None:
+    """Return when somebody listens there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise TimeoutError(port)
 
 
 def answers(url: str) -> bool:

@@ -60,7 +60,7 @@ class PackBytes:
 
     @classmethod
     def of_rank(cls, found: PackRecord, where: str) -> PackBytes:
-        """Those of a rank's pack; CorruptionError where its record cannot be right."""
+        """The bytes of a rank's pack; CorruptionError where its record cannot be right."""
         end = 0
 
         def placed() -> Iterator[Entry]:
@@ -170,7 +170,7 @@ def faults_of(
     with store.open(key, size) as source:
 
         def scan(window: PackWindow) -> None:
-            if not pace.waits_for_answers:
+            if not pace.by_request:
                 # Into memory that was used before, which is faster to fill.
                 with default_pool().take(window.size) as memory:
                     source.read_into(window.start, memory)
@@ -180,7 +180,7 @@ def faults_of(
             if progress:
                 progress(window.size)
 
-        each = pace.request_bytes if pace.waits_for_answers else _WINDOW
+        each = pace.request_bytes if pace.by_request else _WINDOW
         share_out(known.windows(each), scan, threads or pace.requests)
     return sorted(found)
 

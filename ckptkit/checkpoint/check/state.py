@@ -69,7 +69,7 @@ class Digest:
     """What a state is, whatever its strategy: equal digests, equal states."""
 
     step: str
-    """Of all arrays and objects together."""
+    """The digest of all arrays and objects together."""
     arrays: dict[str, str]
     """By name; tied arrays are there under each of their names."""
     objects: dict[str, str]

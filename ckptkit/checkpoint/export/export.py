@@ -76,7 +76,7 @@ class Exported:
     """In the order in which they were written."""
     arrays: int
     nbytes: int
-    """Of their elements."""
+    """The bytes of their elements."""
     left_out: tuple[str, ...]
     """Names in the step that the files do not have."""
     finished: tuple[str, ...]

@@ -96,7 +96,7 @@ class Checked:
     nbytes: int
     tensors: tuple[int, ...]
     make: Callable[[Sequence[int]], bytes]
-    """Of the checksums of these tensors."""
+    """Makes the bytes from the checksums of these tensors."""
 
 
 Piece: TypeAlias = bytes | int | Checked

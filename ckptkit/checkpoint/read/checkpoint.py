@@ -160,7 +160,7 @@ class Checkpoint(Closing):
 
     @property
     def written_by(self) -> str:
-        """The same for people: `an unknown strategy` where nothing says it."""
+        """The strategy for people: `an unknown strategy` where nothing says it."""
         is_known = self.foreign is None or self.foreign.strategy is not None
         return str(self.strategy) if is_known else UNKNOWN
 

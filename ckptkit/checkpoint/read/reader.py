@@ -82,15 +82,16 @@ class ReadPlan:
     stop: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
     begin: npt.NDArray[np.int64]
-    """Of a whole chunk, or where nothing is compared of one run of it, that lands without gaps: the
-    byte of the wanted memory where it begins; -1 for the others.
+    """The byte of the wanted memory where the piece begins, if it lands there without a gap: a
+    whole chunk, or one run of it where nothing is compared. -1 for the others.
     """
     runs: list[tuple[int, int]]
     piece_of: Callable[[Pieces, int], Piece]
     """Keeps some pieces: those of arrays that are cut alike are the same."""
     bands: Mapping[int, int]
-    """Rows [i, j) of one run that are chunks side by side along the last dim: in a file system
-    all of the run, elsewhere at equal distances.
+    """Which runs are chunks side by side along the last dim, so that each row of the target comes
+    from all of them: first row to last. In a file system that is all of a run, elsewhere the chunks
+    lie at equal distances.
     """
 
     def piece(self, row: int) -> tuple[Wanted, Piece]:
@@ -116,17 +117,17 @@ class ReadPlan:
         was written.
         """
         first, last = run
-        start, waits = int(self.start[first]), self.pace.waits_for_answers
+        start, by_request = int(self.start[first]), self.pace.by_request
         size = int(self.stop[first:last].max()) - start
         with self.packs.use(int(self.pack[first])) as source:
-            direct = self.direct(first) if waits and last == first + 1 else None
-            # From a file system: into the caller's memory where that has the shape of chunks, since
-            # every other way is a copy more.
-            if not waits and first in self.bands:
+            direct = self.direct(first) if by_request and last == first + 1 else None
+            # By copies from the page cache: into the caller's memory where that has the shape of
+            # chunks, since every other way is a copy more.
+            if not by_request and first in self.bands:
                 self._read_band(run, source)
-            elif not waits:
-                ways = (self._copy_cached, self._read_in_place, self._read_rows)
-                if not any(way(run, source) for way in ways):
+            elif not by_request:
+                done = self._copy_cached(run, source) or self._read_in_place(run, source)
+                if not (done or self._read_rows(run, source)):
                     with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
                         source.read_into(start, memory[:size])
                         self._scatter(run, memory[:size])
@@ -379,10 +380,10 @@ def plan_read(
     order = np.lexsort((start, pack))
     pack, start, stop = pack[order], start[order], stop[order]
     number, place = number[order], place[order]
-    if alone and not pace.waits_for_answers and _are_cold(packs, pack, start, stop):
+    if alone and not pace.by_request and _are_cold(packs, pack, start, stop):
         pace = pace.past_cache()
     gap, limit = min(WIDEST_GAP, pace.gap_bytes), pace.request_bytes
-    if pace.waits_for_answers:
+    if pace.by_request:
         runs = coalesce(pack, start, stop, gap=gap, limit=limit)
         runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)
         # A band is brought to the target by strides over the memory of one box: within one run, at

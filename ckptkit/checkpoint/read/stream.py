@@ -56,7 +56,7 @@ class Readable:
     grid: Grid
     """The chunks that are read whole at best."""
     fill: Fill
-    """The same for the arrays of one step, whose small ones are read together."""
+    """One function for all arrays of a step, as small ones are read together."""
 
     def read_into(self, box: Box, out: npt.NDArray[Any]) -> None:
         """Fill memory with one box of it."""

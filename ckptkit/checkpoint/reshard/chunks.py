@@ -237,8 +237,9 @@ class SharedChunks:
 
 
 class _Move(NamedTuple):
-    """Runs of bytes of a chunk of the source, and where they go in one of the target: one where
-    `counts` is empty, else so many along each dim, so far apart.
+    """Runs of bytes of a chunk of the source, and where they go in a chunk of the target. Without
+    `counts` it is one run; else so many along each dim, at distances of `source_steps` and
+    `target_steps`.
     """
 
     chunk: int

@@ -55,7 +55,7 @@ def copy_packs(
     room = budget.shared_bytes
     shared = SharedChunks(source.manifest.arrays, read, room) if room else None
     # Chunks of a foreign checkpoint have no checksums, and may overlap.
-    is_ours = source.manifest.is_checked and not budget.source.waits_for_answers
+    is_ours = source.manifest.is_checked and not budget.source.by_request
     copier = ChunkCopier(source, budget, shared, SmallChunks(source) if is_ours else None)
 
     def segments_of(rank: int) -> Iterator[Callable[[], None]]:

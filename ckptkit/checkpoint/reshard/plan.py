@@ -218,14 +218,14 @@ class ReshardPlan(ReshardCost):
     """Ranks whose packs an earlier run has completed."""
     seconds: float | None
     ranks: Sequence[int] = field(repr=False)
-    """Those whose packs `run` writes: all, but for a slice."""
+    """The ranks whose packs `run` writes: all, but for a slice."""
     checkpoint: Checkpoint = field(repr=False)
     store: Store = field(repr=False)
     target: ReshardTarget = field(repr=False)
     budget: Budget = field(repr=False)
 
     def facts(self) -> dict[str, str]:
-        """The same for people."""
+        """The plan for people, a line each."""
         left = f", {len(self.left_out)} left out" if self.left_out else ""
         kept = sum(array.is_kept for array in self.arrays)
         count = len(self.arrays) + len(self.aliases)

@@ -130,7 +130,7 @@ class ReshardTarget:
     written_by: str
     """The strategy of the source, as far as anything says it."""
     digest: str = ""
-    """That of the state, to be recorded; empty where none is."""
+    """The digest of the state, to be recorded; empty where none is."""
 
     @property
     def world_size(self) -> int:
@@ -265,7 +265,7 @@ class ReshardCost:
     """The bytes that will be read of them."""
     bytes_written: int
     requests: int
-    """Of chunks of the source, at most: neighbours are read together."""
+    """At most so many of the source: one for each chunk, and neighbours are read together."""
     chunks: int
     bytes_by_rank: tuple[int, ...]
 
@@ -395,7 +395,7 @@ class Budget:
         return self.source.shared(self.workers)
 
     def alone(self) -> Budget:
-        """That of one of the workers, who writes one pack in a process of its own."""
+        """The budget of one of the workers, which writes one pack in a process of its own."""
         one = replace(self, decoded_bytes=self.decoded_bytes // self.workers, shared_bytes=0)
         return replace(one, workers=1, source=self.pace, packs=1)
 

@@ -30,7 +30,7 @@ class Rows:
     """`count` rows of an array of the source that go over together."""
 
     number: int
-    """Of the array, in the source's manifest."""
+    """The number of the array in the source's manifest."""
     source: ArrayInfo
     start: int
     """The first of them in the source."""
@@ -47,7 +47,7 @@ class Chosen:
 
     number: int
     source: ArrayInfo
-    """Of rows of several arrays: what these would be as one."""
+    """What it is taken from; rows of several arrays as if these were one."""
     info: ArrayInfo
     rows: tuple[Rows, ...]
     """Where it is not one array of the source, whole: what it is made of."""

@@ -28,7 +28,7 @@ from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, prune, remove
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
 from ckptkit.checkpoint.write.assemble import assemble
-from ckptkit.checkpoint.write.commit import commit, commit_together, committed_save_id, discard
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard, tell_commit
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -369,7 +369,9 @@ class _Copying:
         if told is not None:
             what, where = told
             raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
-        commit_together(ranks, self._target, self._prefix, save_id, self._commit)
+        if ranks.rank == 0:
+            self._commit()
+        tell_commit(ranks, self._target, self._prefix, save_id)
         return sent
 
     def _is_there(self) -> bool:
@@ -472,10 +474,8 @@ class _Copying:
 
     def _record(self, pack: int) -> PackRecord:
         if pack not in self._found:
-            size = self._manifest.packs[pack].size
-            self._found[pack] = read_record(
-                self._source, self._folder, pack, self.save_id, self._tables, size=size
-            )
+            at, size = (self._source, self._folder, pack), self._manifest.packs[pack].size
+            self._found[pack] = read_record(*at, self.save_id, self._tables, size=size)
         return self._found[pack]
 
     def _commit(self) -> None:

@@ -288,7 +288,7 @@ class Retention:
 
     @property
     def nearby(self) -> Retention:
-        """That of a local folder."""
+        """The retention of a local folder."""
         return self if self.local_keep_last is None else Retention(self.local_keep_last)
 
     def kept(self, steps: Collection[int], up_to: int | None = None) -> set[int]:

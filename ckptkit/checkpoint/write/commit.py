@@ -25,7 +25,7 @@ everywhere of two jobs that overwrite one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from ckptkit.checkpoint.places import (
@@ -110,16 +110,10 @@ def commit(store: Store, prefix: str, manifest: Manifest, *, overwrite: bool = F
         discard(store, prefix, old)
 
 
-def commit_together(
-    ranks: Ranks, store: Store, prefix: str, save_id: str, make: Callable[[], None]
-) -> None:
-    """Rank 0 makes the step exist, and tells the others without waiting for them."""
-    if ranks.rank == 0:
-        make()
-        ranks.share(lambda: "committed")
-        return
+def tell_commit(ranks: Ranks, store: Store, prefix: str, save_id: str) -> None:
+    """Rank 0, which has committed, tells the others, and waits for none of them."""
     try:
-        ranks.share(lambda: "")
+        ranks.share(lambda: "committed")
     except PeerError:
         # Rank 0 may have committed before it was lost, or before it could say so.
         if committed_save_id(store, prefix) != save_id:

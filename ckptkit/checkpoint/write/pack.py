@@ -115,10 +115,13 @@ class Pack:
         self._crcs = plan.crcs.copy()
 
     def stage(self, pool: BufferPool, threads: int) -> None:
-        """Copy all data into memory of the pool, so that what it came from may change: chunks to
-        where they will be, and in the place of their chunks whole arrays that would have to be
-        gathered row by row, which takes twice as long. That, checksums and headers are left to
-        `write_segment`, when nobody waits for them.
+        """Copy all data into memory of the pool, so that what it came from may change.
+
+        - A chunk is copied to where it will be in the pack.
+        - An array that is `scattered` is copied whole, to where its chunks will be: gathering its
+          rows takes twice as long. `write_segment` does that, when nobody waits for it.
+
+        Checksums and headers are left to `write_segment` too.
         """
         self._staged = staged = pool.take(self.plan.end)
         copies: list[Segment | tuple[memoryview, memoryview]] = []

@@ -110,8 +110,8 @@ class PackPlan:
         in_table = np.array([place[array.info.name] for array in arrays], dtype=np.uint32)
         self.array_in_table = in_table[self.array]
         self.scattered: dict[int, int] = {}
-        """Where the first chunk of an array is, by the array's place, if the rank holds most chunks
-        of it row by row, and all of what it holds fits where its chunks are."""
+        """Arrays most of whose chunks have to be gathered row by row, and whose part fits into the
+        bytes of its chunks: number of the array to offset of its first chunk."""
         rows = self.array[: len(self.begins)][np.array(self.begins, dtype=np.int64) < 0]
         numbers, many = np.unique(rows, return_counts=True)
         for number, count in zip(numbers.tolist(), many.tolist(), strict=True):

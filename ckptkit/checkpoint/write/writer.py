@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
+from operator import call
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -18,10 +19,10 @@ from ckptkit.checkpoint.ranks import Ranks, ranks_for
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, share_out, uncollected
 from ckptkit.checkpoint.write.commit import (
     commit,
-    commit_together,
     discard,
     gather,
     refuse_committed,
+    tell_commit,
 )
 from ckptkit.checkpoint.write.pack import Holding, Pack, pack_of, plan_of
 from ckptkit.checkpoint.write.plan import PackPlan
@@ -310,7 +311,7 @@ class Writer:
             if ranks.rank == 0 and not self._overwrite:
                 work.insert(0, partial(store.learn, prefix))
             try:
-                share_out(work, lambda do: do(), self._threads)
+                share_out(work, call, self._threads)
             except BaseException:
                 pack.abort()
                 raise
@@ -328,7 +329,9 @@ class Writer:
                 raise
 
             # Commit.
-            commit_together(ranks, store, prefix, save_id, lambda: self._make_exist(save_id, sizes))
+            if ranks.rank == 0:
+                self._gather_and_commit(save_id, sizes)
+            tell_commit(ranks, store, prefix, save_id)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -367,7 +370,7 @@ class Writer:
         return pack_of(self.rank, plan, data, self._objects.values())
 
     @uncollected()
-    def _make_exist(self, save_id: str, sizes: list[int]) -> None:
+    def _gather_and_commit(self, save_id: str, sizes: list[int]) -> None:
         """Compare what all ranks wrote, and commit it."""
         try:
             manifest = gather(self._store, self._prefix, save_id, self._tables, sizes)
@@ -384,7 +387,8 @@ class Writer:
             discard(self._store, self._prefix, save_id)
             raise
         if self.plan and self._tables.first:
-            self.plan.table = self._tables.first  # the same, and read: the next save needs not
+            # The same table, read already, which the next save need not do again.
+            self.plan.table = self._tables.first
 
     def _give_up(self, problem: BaseException | str) -> None:
         if self._pack is not None:

@@ -53,13 +53,13 @@ class TagFiles:
     ranks: dict[int, RankFiles] = field(default_factory=dict)
     """By rank of model parallelism."""
     layers: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Those of the layers of a pipeline, by rank of tensor parallelism."""
+    """The files of the layers of a pipeline, by rank of tensor parallelism."""
     experts: dict[int, dict[int, str]] = field(default_factory=dict)
     """By layer, and by number of the expert in it."""
     expert_optimizers: dict[int, str] = field(default_factory=dict)
     """By rank of expert parallelism."""
     universal: list[str] = field(default_factory=list)
-    """Those of a Universal Checkpoint."""
+    """The files of a Universal Checkpoint."""
 
     @property
     def all(self) -> list[str]:
@@ -76,7 +76,7 @@ class ModelPart:
 
     where: str
     models: list[dict[str, Any]]
-    """Of one file; of stage 3 of those of all ranks of data parallelism."""
+    """What one file has; of stage 3 what the files of all ranks of data parallelism have."""
     optimizers: list[tuple[str, Any]]
     world: int
     """How many ranks of data parallelism there are."""

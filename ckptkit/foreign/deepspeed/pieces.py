@@ -20,7 +20,7 @@ class RankPieces:
     where: str
     said: Mapping[str, Any]
     teams: Sequence[Sequence[range]] = ()
-    """Of each row the ranks that have cut it among them."""
+    """The ranks that have cut each row among them."""
     weights: list[StateTensor] = field(default_factory=list)
     states: list[Mapping[str, Any]] = field(default_factory=list)
     groups: list[Mapping[str, Any]] = field(default_factory=list)
@@ -35,7 +35,7 @@ class RankPieces:
 
 
 class ByRank(list[Any]):
-    """Of each rank its piece of a state."""
+    """Each rank's piece of a state."""
 
 
 def read_piece(where: str, said: Any, part: ModelPart, experts: SharedExperts) -> RankPieces:

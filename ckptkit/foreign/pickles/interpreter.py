@@ -107,7 +107,7 @@ class _Interpreter:
         memory, so the value itself is kept as well.
         """
         self.hashes: set[tuple[int, int]] = set()
-        """Of keys that could all have one, by the map that they are in; `alike` do."""
+        """The hashes of keys, each with the map that it is in; keys that are `alike` share one."""
         self.alike = 0
         self.inside: set[int] = set()
         """Those that are inside of others. They do not change any more, but for the states of

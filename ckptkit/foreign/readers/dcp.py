@@ -352,7 +352,7 @@ class _Heads:
         self._folder = folder
         self._known: dict[bytes, _Head] = {}
         self._lengths: dict[int, None] = {}
-        """Of the heads that are known."""
+        """The lengths of the heads that are known."""
 
     def read(self, file: str, items: list[_Item]) -> Iterator[_Head]:
         where = self._folder.where(file)

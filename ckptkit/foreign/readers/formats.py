@@ -32,10 +32,10 @@ class Format:
     what: str
     """In words: `a DCP checkpoint`."""
     pattern: str | bytes
-    """Of a name in the folder; in bytes, of the first bytes of the file."""
+    """What a name in the folder matches; as bytes, what the file begins with."""
     read: Callable[[Folder], ForeignStep] | None = None
     and_: str = ""
-    """Of another name that has to be in the folder."""
+    """What another name matches, which has to be in the folder too."""
 
     def fits(self, looks: Sequence[str] | bytes) -> bool:
         """Whether a folder with these names, or a file that begins so, is one."""

@@ -95,7 +95,7 @@ class FoundStates:
     states: dict[str, dict[str, StateTensor]] = field(default_factory=dict)
     theirs: dict[tuple[str, str], str] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
-    """Those that were not found, or of which it cannot be told which they are."""
+    """The names that were not found, or that could be several."""
 
 
 def placed_in(

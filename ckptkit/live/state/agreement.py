@@ -51,7 +51,9 @@ def put_together(
     coords = topology.strategy.mesh.coords(topology.rank)
     place = [coord for axis, coord in enumerate(coords) if axis != topology.pipeline]
     spoken = {"stage": own, "names": sorted(mine), "optimizers": optimizers, "values": values}
-    if any(place):  # the first rank of a stage speaks for it, but owners have values of their own
+    if any(place):
+        # The first rank of a stage speaks for it. The others add only the optimizer's values that
+        # they own, which it does not have.
         own_values = [{**document, "groups": []} for document in optimizers]
         spoken = {"stage": 0, "names": [], "optimizers": own_values, "values": {}}
     heard = ranks.collect(spoken)

@@ -65,7 +65,7 @@ class LiveTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """The bytes of the whole tensor."""
         return math.prod(self.shape) * self.local.element_size()
 
     def in_memory(self, local: torch.Tensor) -> LiveTensor:

@@ -128,7 +128,7 @@ def as_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def bits_of(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The same of one that is known to be plain."""
+    """`as_bits` of a tensor that is known to be plain."""
     if tensor.dtype in _KNOWN_TO_NUMPY and not (tensor.requires_grad or tensor.is_neg()):
         found: npt.NDArray[Any] = tensor.numpy()
         return found.view(dtype_of(name, tensor).bits)

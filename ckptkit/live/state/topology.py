@@ -45,14 +45,15 @@ _NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 
 
 class DTensorLayout(NamedTuple):
-    """How the axes of a job cut a DTensor. Where no placements along them can say that, they are
-    those of the nearest layout that can be said, in which it is saved, and `own` is what this rank
-    holds.
+    """How the axes of a job cut a DTensor.
+
+    Some cuts no placements along the axes of the job can say. Then `placements` are those of the
+    nearest layout that they can, in which it is saved, and `own` is what this rank really holds.
     """
 
     placements: Mapping[str, Placement]
     axes: frozenset[str]
-    """Those of its mesh, along which it keeps its replicas alike."""
+    """The axes of its mesh, along which it keeps its replicas alike."""
     own: Part | None
 
 
@@ -138,7 +139,7 @@ class Topology:
             return layout_of(shape, self.strategy, row)
 
     def staged(self) -> dict[str, Placement]:
-        """That something is of this rank's stage of a pipeline, where there is one."""
+        """The placement of what is of this rank's stage of a pipeline; empty without one."""
         if self.pipeline is None:
             return {}
         return {self.strategy.mesh.axes[self.pipeline].name: Stage(self.stage)}

@@ -41,7 +41,7 @@ class FlatSlice:
     also: tuple[str, ...]
     """The other names of a tied parameter."""
     shape: tuple[int, ...]
-    """Of what tensor parallelism has left of it to this rank."""
+    """The shape of what tensor parallelism has left to this rank."""
     stride: tuple[int, ...]
     """How it lies in the flat parameter, which keeps the order of its memory."""
     cut: DTensorSpec | None
@@ -175,7 +175,7 @@ def has_fsdp1(submodules: Sequence[nn.Module]) -> bool:
 
 
 def fsdp1_units(submodules: Sequence[nn.Module]) -> list[FullyShardedDataParallel]:
-    """Those that FSDP1 wraps of a module, which comes first, and all inside of it."""
+    """The modules that FSDP1 wraps: a module, which comes first, and all inside of it."""
     # Torch takes long over each module: it is asked only where there are such.
     return FullyShardedDataParallel.fsdp_modules(submodules[0]) if has_fsdp1(submodules) else []
 

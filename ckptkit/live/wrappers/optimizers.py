@@ -340,7 +340,7 @@ class Zero1Optimizer(PlainOptimizer):
         self._zero._sync_param_groups(self._zero.param_groups, self._zero.optim.param_groups)
 
     def _owned(self, names: Names, of_all: Mapping[str, T]) -> dict[str, T]:
-        """Of something by parameter, what this rank keeps."""
+        """What this rank keeps of something by parameter."""
         mine = {names[p] for p in self.parameters() if self.keeps(p)}
         return {name: value for name, value in of_all.items() if name in mine}
 

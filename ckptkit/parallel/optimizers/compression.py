@@ -54,7 +54,7 @@ class Compression(ABC):
         self.spec = spec
         self._wire: Wire | None = None
         self._names: dict[Any, str] = {}
-        """Of the parameters in the checkpoint: unlike buckets, names outlive a job."""
+        """The names of the parameters in the checkpoint: unlike buckets, names outlive a job."""
 
     def attach(self, model: nn.Module) -> None:
         """Let the gradients of a model go through here; once, before its first step."""

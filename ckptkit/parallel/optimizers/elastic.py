@@ -53,7 +53,7 @@ class Step:
 
     number: int
     samples: list[int]
-    """Of the data set, this rank's."""
+    """The numbers of this rank's samples in the data set."""
     weight: float
     """What to multiply the mean loss of the samples with, so that the mean over ranks is the mean
     over all samples; 1 where they can be shared out evenly.

@@ -44,10 +44,10 @@ class Unit:
     """Modules whose parameters are gathered by one collective."""
 
     names: tuple[str, ...]
-    """Of the layers in it, in the model or in a stage of it."""
+    """The names of the layers in it, in the model or in a stage of it."""
     modules: tuple[nn.Module, ...]
     nbytes: int
-    """Of their parameters on this rank, before they were cut."""
+    """The bytes of their parameters on this rank, before they were cut."""
 
 
 def check_parameters(model: nn.Module, strategy: Strategy, group_below: int) -> None:

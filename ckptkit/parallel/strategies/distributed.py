@@ -349,7 +349,7 @@ class Distributed:
         return list(dict.fromkeys(p for module in self.modules for p in module.parameters()))
 
     def _groups(self, kind: str) -> list[dist.ProcessGroup]:
-        """Those of the axes of a kind on which this rank is not alone."""
+        """The groups along axes of a kind on which this rank is not alone."""
         axes = [axis for axis in self.strategy.mesh.axes if axis.kind == kind and axis.size > 1]
         return [self.mesh.get_group(axis.name) for axis in axes if self.mesh is not None]
 

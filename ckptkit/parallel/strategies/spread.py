@@ -25,7 +25,13 @@ from ckptkit.errors import PeerError, StrategyError, UsageError
 from ckptkit.model import Strategy
 from ckptkit.parallel.optimizers.methods import compression_of
 from ckptkit.parallel.ranks.job import init
-from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, in_ddp, wrap_units
+from ckptkit.parallel.strategies.data_parallel import (
+    Unit,
+    check_parameters,
+    in_ddp,
+    wrap_units,
+    zero1_optimizer,
+)
 from ckptkit.parallel.strategies.distributed import Distributed, SpreadJob, all_ranks
 from ckptkit.parallel.strategies.options import (
     Choices,
@@ -255,8 +261,8 @@ def _wrapped(
     if sharder:  # which moves the model to the device unit by unit
         return module, wrap_units(module, job.along("ddp", sharder), options, sharder)
     module = module.to(job.device)
-    # `replicate` bears what DDP does not, cut parameters and stages; but of the two only DDP lets
-    # its gradients be compressed.
+    # Copies: DDP takes no parameters that are cut, and stages badly; `replicate` takes both, but
+    # does not let its gradients be compressed.
     if "ddp" in job.names and (styles or (is_stage and options.compression is None)):
         return module, wrap_units(module, job.along("ddp"), options, None)
     if "ddp" in job.names or "zero1" in job.names:
@@ -280,9 +286,6 @@ def _optimizer_of(modules: Sequence[nn.Module], job: SpreadJob) -> Optimizer | N
         if isinstance(options.optimizer, Optimizer):
             made = options.optimizer
         elif group is not None and trained:
-            # There, because it takes a while to import, and warns.
-            from ckptkit.parallel.strategies.data_parallel import zero1_optimizer  # noqa: PLC0415
-
             made = zero1_optimizer(modules, trained, options, group)
         else:
             made = optimizer_for(options, trained)

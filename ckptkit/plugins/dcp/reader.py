@@ -228,7 +228,7 @@ class Keys:
         self._values: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
         self._usual: dict[str, str] = {}
-        """Of what DCP did not save: how a key is spelled here."""
+        """How a key is spelled here, where DCP did not save it."""
         objects = dict(checkpoint.objects)
         if OBJECT in objects:
             self._take_own(objects)

@@ -331,9 +331,9 @@ class HeldPiece(NamedTuple):
     """What a rank holds of one array."""
 
     keys: Keys
-    """Those that lead to it in the state dictionary of a job of torch."""
+    """The keys that lead to it in the state dictionary of a job of torch."""
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """The shape of the whole array."""
     box: Box
     memory: torch.Tensor
 

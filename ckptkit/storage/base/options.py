@@ -68,7 +68,7 @@ class Settings:
     endpoint: str | None = None
     region: str | None = None
     profile: str | None = None
-    """Of `~/.aws`."""
+    """A profile of `~/.aws`."""
     anonymous: bool = False
     path_style: bool | None = None
     """True: the bucket is in the path, False: in the host name."""

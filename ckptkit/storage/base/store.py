@@ -445,8 +445,8 @@ class BufferSink:
 
     parts: Parts
     memory: memoryview
-    store: Callable[[], None]
-    forget: Callable[[], None]
+    publish: Callable[[], None]
+    discard: Callable[[], None]
 
     def write(self, part: int, data: memoryview) -> None:
         view = as_bytes(self.parts.where, data)
@@ -464,8 +464,8 @@ class BufferSink:
 
     def finish(self) -> None:
         self.parts.complete()
-        self.store()
+        self.publish()
 
     def abort(self) -> None:
         self.parts.close()
-        self.forget()
+        self.discard()

@@ -41,7 +41,7 @@ class UnsupportedError(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server error_of: an HTTP status, and the code and message of its XML or JSON."""
+    """What a server says: an HTTP status, and the code and message of its XML or JSON."""
 
     status: int = 0
     code: str = ""
@@ -149,7 +149,7 @@ _LONGEST = 200
 
 
 def trouble(kind: str, where: str) -> CkptkitError | Transient:
-    """What to raise for one of the kinds above, of which the server error_of nothing more."""
+    """What to raise for one of the kinds above, of which the server said nothing more."""
     if kind in _PASSING:
         reason, within = _PASSING[kind]
         return Transient(reason, within=within)
@@ -240,7 +240,7 @@ def translation(
 
 
 def answer_of(error: BaseException) -> Answer | None:
-    """What the server error_of, if it error_of anything."""
+    """What the server said, if it said anything."""
     for cause in _causes(error):
         name, message = type(cause).__name__, str(getattr(cause, "message", ""))
         response = getattr(cause, "response", None)
@@ -264,7 +264,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while following is not None and id(following) not in seen:
         seen.add(id(following))
         yield following
-        # aiohttp keeps what the operating system error_of here.
+        # aiohttp keeps what the operating system said here.
         inner = getattr(following, "os_error", None)
         if isinstance(inner, BaseException) and id(inner) not in seen:
             yield inner
@@ -327,7 +327,7 @@ _SIGNS = (
 
 
 def obstore_answer(error: Exception) -> Answer:
-    """What the server error_of, as far as the text of an error of obstore tells."""
+    """What the server said, as far as the text of an error of obstore tells."""
     text = str(error)
     body = text.partition(_DEBUG)[0]
     status = _OBSTORE_STATUS.search(text)

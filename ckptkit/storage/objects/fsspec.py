@@ -235,7 +235,7 @@ class FsspecClient:
 
 class S3fsClient(FsspecClient):
     """S3 by way of s3fs, asked by the names of S3's own requests where those of a file system ask
-    more than once, hide what the server error_of, or send one piece at a time.
+    more than once, hide what the server said, or send one piece at a time.
     """
 
     # Of `repeats`: aiohttp sends a PUT again by itself when a connection that it kept open ends

@@ -351,9 +351,10 @@ class ObjectServer:
 
     # Whether what arrived is what was sent
 
-    def expected_etag(self, key: str, size: int, piece_size: int) -> ExpectedEtag | None:
+    def body_check(self, key: str, size: int, piece_size: int) -> BodyCheck | None:
         """What tells whether the server stored what it was sent. None where nobody need ask: over
-        https a body cannot be changed on its way, and some servers compare by themselves.
+        https a body cannot be changed on its way, and some servers compare by themselves. Whether
+        this one does is asked before its first large body, by small objects beside `key`.
         """
         known, botocore = self.known, self.client.botocore
         if botocore and size >= WORTH_ASKING:
@@ -361,7 +362,7 @@ class ObjectServer:
                 if known.compares_bodies is None:
                     known.compares_bodies = botocore.compares_bodies(temporary_beside(key))
         needs_none = known.compares_bodies or not (self.settings.is_plain and known.etags_tell)
-        return None if needs_none else ExpectedEtag(piece_size)
+        return None if needs_none else BodyCheck(piece_size)
 
     def distrust_etags(self, key: str) -> None:
         """An object is as it was sent, but its ETag says otherwise: those of this server mean
@@ -372,7 +373,7 @@ class ObjectServer:
 
     def _is_damaged(self, key: str, data: memoryview, etag: str | None) -> bool:
         """Whether the server stored other bytes than were sent."""
-        expected = self.expected_etag(key, data.nbytes, max(1, data.nbytes))
+        expected = self.body_check(key, data.nbytes, max(1, data.nbytes))
         if expected is None:
             return False
         expected.add(data)
@@ -420,8 +421,10 @@ def retried(deadline: float, operation: str, where: str, do: Callable[[], T]) ->
         attempt += 1
 
 
-class ExpectedEtag:
-    """The ETag that S3 gives an object: its MD5, or of several pieces that of their MD5s."""
+class BodyCheck:
+    """Compares what was sent with the ETag that S3 gives an object: its MD5, or of several pieces
+    that of their MD5s.
+    """
 
     def __init__(self, piece_size: int) -> None:
         self._piece_size = piece_size

@@ -54,8 +54,8 @@ class ObjectSink:
         wanted = many + 2 if memory is None else memory // each
         most_pieces = max(_LEAST_PIECES, wanted)
         self._concurrency = min(many, most_pieces, -(-self._parts.total // self._piece_size))
-        self._expected = server.expected_etag(key, self._parts.total, self._piece_size)
-        seen = self._expected.add if self._expected else None
+        self._check = server.body_check(key, self._parts.total, self._piece_size)
+        seen = self._check.add if self._check else None
         self._window = UploadWindow(
             parts.sizes, self._piece_size, most_pieces * self._piece_size, seen
         )
@@ -98,13 +98,13 @@ class ObjectSink:
             self._thread.join()
         if self._error is not None and not self._was_completed():
             raise self._refusal() from self._error
-        expected = self._expected
-        if expected is not None and expected.differs(self._etag):
+        check = self._check
+        if check is not None and check.differs(self._etag):
             # Either it is of another kind, or a piece was damaged on its way. What the server gives
             # back tells: a download, and only one for a server whose ETags are of another kind.
             for number, start in enumerate(range(0, self._parts.total, self._piece_size)):
                 length = min(self._piece_size, self._parts.total - start)
-                if expected.piece_differs(number, self._server.read(self._key, start, length)):
+                if check.piece_differs(number, self._server.read(self._key, start, length)):
                     self._server.delete([self._key])
                     raise CorruptionError(
                         f"the server stored other bytes than were sent, from byte {start} on",

@@ -25,8 +25,8 @@ from ckptkit.parallel import ElasticTraining, GlobalSampler
 from tests.live.pool import Pool
 from tests.parallel.optimizers import warm
 from tests.parallel.optimizers.elastic_job import BATCH, SIZE, STEPS, data
-from tests.parallel.optimizers.network_ports import free_port, until_listening
 from tests.parallel.optimizers.problem import network
+from tests.servers.process import free_port, until_listening
 from tests.test_examples import FOLDER, TORCHRUN, losses, output_of
 
 JOB = "tests.parallel.optimizers.elastic_job"

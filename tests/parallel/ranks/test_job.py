@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from ckptkit.parallel.ranks import job
 from ckptkit.parallel.ranks.job import RankPlace, current_communicator, init
 from tests.live.pool import Pool
 from tests.parallel.ranks.contract import CONTRACT
+from tests.servers.process import free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMPI_COMM", "PMI_", "SLURM_", "CKPTKIT_BACKEND")
 
@@ -96,10 +96,7 @@ def test_nccl_takes_the_device_of_the_local_rank(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ranks_that_never_come_are_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = RankPlace("Slurm", 0, 2, 0, 2, "127.0.0.1", port)
+    place = RankPlace("Slurm", 0, 2, 0, 2, "127.0.0.1", free_port())
     with pytest.raises(PeerError, match=r"the 2 ranks did not all meet within 1 s"):
         job._join("gloo", place, 1.0)
 
@@ -111,14 +108,11 @@ def join_a_job(environment: dict[str, str]) -> list[tuple[int, str]]:
 
 
 def test_ranks_of_slurm_meet_at_its_first_host(gloo: Pool) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     slurm = {
         "SLURM_NTASKS": "2",
         "SLURM_STEP_NODELIST": "127.0.0.1",
         "SLURM_JOB_ID": "7",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
     }
     with gloo.context.Pool(2) as pool:
         told = pool.starmap(join_a_job, [(slurm | {"SLURM_PROCID": f"{n}"},) for n in range(2)], 1)
