@@ -21,7 +21,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, failing_to
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Retention, Run
 from ckptkit.checkpoint.workers import Progress, uncollected
-from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
+from ckptkit.errors import CkptkitError, FormatError, GivenUpError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.restore import NOT_LOADED, Restored, load_into
@@ -295,14 +295,15 @@ class Checkpointer:
         it as of a failed save. Nothing is left behind, and a step that is committed stays.
         """
         self._background.settle(patience)
-        save = self._writing
-        if save is None:
-            return False
-        save.cancel()
+        if (save := self._writing) is not None:
+            save.cancel()
         try:
             self._background.wait()
         except PeerError as error:
-            log.info("the save of step %d was given up: %s", save.writer.step, error)
+            # Another rank's word may have ended it before this one's.
+            if save is None and not isinstance(error, GivenUpError):
+                raise
+            log.info("a save was given up: %s", error)
             return True
         return False
 
@@ -349,7 +350,7 @@ class Checkpointer:
                         old = self._used.pop(0)
                         if self._world.rank == 0:
                             old.forget()
-                    save.writer.commit()
+                    save.commit()
                 self._arena.keep(save)
                 if self._world.rank == 0:
                     seconds = time.perf_counter() - started

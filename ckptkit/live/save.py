@@ -83,7 +83,7 @@ class Basis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedSave:
-    """One save of one rank: from any thread `writer.commit` writes it, and makes the step exist."""
+    """One save of one rank, which any thread may commit."""
 
     writer: Writer
     ranks: StoreRanks | OneRank
@@ -92,6 +92,16 @@ class PreparedSave:
     """The bytes of the whole job."""
     basis: Basis | None
     """None where there is something to find out each time."""
+    compared: Sequence[tuple[str, int, int]] | None
+    """Name, first rank and checksum of what has to be alike; None where no rank compares any."""
+
+    def commit(self) -> None:
+        """Write it and make the step exist, if what has to be alike is: in `prepare` a training
+        would wait for the slowest rank.
+        """
+        with self.writer:
+            if self.compared is not None:
+                _check_replicas(self.ranks, self.compared)
 
     def cancel(self) -> None:
         """From another thread: write nothing more and do not commit, if it is not too late."""
@@ -152,8 +162,8 @@ def prepare(
     agreement = put_together(ranks, topology, names, snapshot.optimizers, values, fingerprint)
 
     # Agree on the step and its details, which stages may tell differently, and on what ranks may
-    # have of their own: values that nothing keeps the same, and keys of nested dictionaries. Only
-    # where there can be such do ranks meet here: a rank that is late keeps nobody waiting.
+    # have of their own: keys of nested dictionaries, and values that nothing keeps the same, which
+    # `commit` compares. Ranks meet here for such keys only: else a late one keeps nobody waiting.
     unchanged = last if last and last.outline is snapshot.outline else None
     numbered = unchanged.replicas if unchanged else _replicas(snapshot, options.differing)
     replicas = [(tensors[n].name, first, checksum_of(memory[n])) for n, first in numbered]
@@ -171,12 +181,13 @@ def prepare(
     wanted, details, first_keys, compares, theirs, preset = ranks.share(as_rank_0_has_it)
     if wanted != step:
         raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)
+    compared = None
     if compares:
         # Stages of a pipeline have groups of their own: the first rank of each is what counts.
         mesh = topology.strategy.mesh
         here = enumerate(mesh.coords(world.rank))
         first = mesh.rank(tuple(at if axis == topology.pipeline else 0 for axis, at in here))
-        _check_replicas(ranks, [*((n, first, crc) for n, crc in plain.items()), *replicas])
+        compared = [*((n, first, crc) for n, crc in plain.items()), *replicas]
     else:
         _check_plain_values(plain, theirs, world.rank)
     objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
@@ -228,7 +239,7 @@ def prepare(
     # Stage: what came from devices is a copy already.
     if options.copies_first and not on_devices:
         writer.stage(arena.pool, threads=copying_threads(world))
-    return PreparedSave(writer, ranks, cancelled, nbytes, basis)
+    return PreparedSave(writer, ranks, cancelled, nbytes, basis, compared)
 
 
 def _add(
@@ -361,7 +372,7 @@ def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[int, i
     return found
 
 
-def _check_replicas(ranks: Ranks, mine: list[tuple[str, int, int]]) -> None:
+def _check_replicas(ranks: Ranks, mine: Sequence[tuple[str, int, int]]) -> None:
     """Refuse a save where such checksums differ between ranks."""
     # Mostly all ranks say the same, of 100,000 tensors perhaps: then one word is enough.
     digest = hashlib.sha256(repr(mine).encode()).digest()

@@ -147,7 +147,7 @@ class PathRuns:
         with _naming_keys():
             alone: Any = {"world": World(), "ranks": OneRank()}
             saved = prepare(store, step, training, None, options, self._arena, **alone)
-            saved.writer.commit()
+            saved.commit()
         self._arena.keep(saved)
         self._name(os.fspath(path), location, step)
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ckptkit
 from ckptkit.checkpoint.write.pack import Pack
@@ -226,6 +227,36 @@ def train_meanwhile(location: str) -> None:
 def test_ranks_that_write_late_do_not_hold_up_the_training(gloo: Pool, tmp_path: Path) -> None:
     gloo.run(2, train_meanwhile, str(tmp_path))
     assert ckptkit.Run(tmp_path).steps() == [0]
+
+
+def save_ahead_of_the_others(location: str) -> str:
+    """Buffers have to be the same on all ranks: once they are not, and then they are."""
+    rank, model, said = dist.get_rank(), nn.BatchNorm1d(4), ""
+    nn.init.constant_(model.get_buffer("running_mean"), float(rank))
+    with Checkpointer(location, timeout=20, asynchronous=True) as checkpointer:
+        for step in (1, 2):
+            if rank:
+                dist.barrier()  # where rank 0 comes when its `save` has returned
+            checkpointer.save(step, model=model)
+            # The copy is what counts.
+            nn.init.zeros_(model.get_buffer("running_mean"))
+            if not rank:
+                dist.barrier()
+            try:
+                checkpointer.wait()
+            except PeerError as error:
+                said += str(error)
+    return said
+
+
+def test_what_has_to_be_alike_is_compared_while_the_training_goes_on(
+    gloo: Pool, tmp_path: Path
+) -> None:
+    found = gloo.run(3, save_ahead_of_the_others, str(tmp_path))
+    assert found == [found[0]] * 3
+    assert found[0].startswith("model/running_mean: the values of rank 1, 2 are not those")
+    assert ckptkit.Run(tmp_path).steps() == [2]
+    assert ckptkit.verify(tmp_path) == []
 
 
 def wrong_on_one_rank(location: str, call: str) -> list[Any]:
