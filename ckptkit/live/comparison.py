@@ -379,10 +379,11 @@ def _refuse(report: Report, checkpoint: Checkpoint, options: LoadOptions) -> Non
         return
     hints = []
     if OPTIMIZER in bad.missing and any(name.startswith("other/opt") for name in checkpoint.arrays):
-        hints.append(
+        unknown = (
             "the optimizer's parameters are only numbered there, in several groups or not as the "
             "model's, so nobody knows whose state is which: save it with names (param_names)"
         )
+        hints.append(str(checkpoint.details.get("other_shape", unknown)))
     if not replace(bad, cast=[]).is_exact:
         hints.append("partial=True loads what fits and reports the rest")
     if bad.cast:

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial as bound
 from itertools import accumulate, pairwise
@@ -70,7 +70,8 @@ log = logging.getLogger("ckptkit.live")
 
 NOT_LOADED = "the step was not loaded"
 
-_TURN_BYTES = 64 << 20
+_TURN_BYTES = 32 << 20
+_AT_HAND = 4  # turns: one is given while the others are read, each of which begins and ends slowly
 _PIECE_BYTES = 8 << 20  # small enough to spread evenly over readers
 _ALIGNMENT = 64
 
@@ -248,9 +249,9 @@ def fill(
         direct += [(array.name, box, bits[inside]) for box, inside in known[kind]]
     read(direct)
     if staged:
-        alone = _Circle([topology.rank], topology.rank, None, _shares(checkpoint, topology, staged))
-        for error in alone.run(read):
-            raise error
+        plan = _shares(checkpoint, topology, staged)
+        if errors := _FillByTurns([topology.rank], topology.rank, None, plan).run(read):
+            raise errors[0]
 
 
 def _repeating(topology: Topology, held: LiveTensor) -> Axes:
@@ -313,26 +314,26 @@ def fill_once(
     by_axes: dict[Axes, list[Filling]] = {}
     for held, array in fillings:
         by_axes.setdefault(_repeating(topology, held), []).append((held, array))
-    alone = by_axes.pop((), [])
+    own = by_axes.pop((), [])
     plans = {axes: _shares(checkpoint, topology, each) for axes, each in by_axes.items()}
     agreed = _agreed(ranks, topology, plans)
     errors: list[Exception] = []
-    circle: _Circle | None = None
+    by_turns: _FillByTurns | None = None
     for axes in agreed:
         # Made by all ranks, also by those that need nothing along these axes.
         members, group = group_along(mesh.sizes, mesh.coords(topology.rank), axes)
-        circle = None  # before the next one is made: the memory of one is what was promised
+        by_turns = None  # before the next one is made: the memory of one is what was promised
         if axes in plans:
-            circle = _Circle(members, topology.rank, group, plans[axes])
+            by_turns = _FillByTurns(members, topology.rank, group, plans[axes])
         # A rank without the memory would not come to a broadcast that others wait in.
         ranks.wait()
-        if circle is not None:
-            errors += circle.run(read)
+        if by_turns is not None:
+            errors += by_turns.run(read)
     for axes in plans.keys() - set(agreed):
-        alone += by_axes[axes]
+        own += by_axes[axes]
     if errors:
         raise errors[0]
-    return alone
+    return own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -407,9 +408,9 @@ def _agreed(ranks: Ranks, topology: Topology, plans: dict[Axes, list[_SharedBox]
     return agreed
 
 
-class _Circle:
-    """The ranks of a group: in each turn every one reads a batch, and then gives it to all. One
-    rank alone gives it to its own tensors only.
+class _FillByTurns:
+    """Fills tensors by turns, through memory of a bounded size: in each turn every rank of a group
+    reads a batch, and then gives it to all. A group of one rank fills what no read can directly.
 
     A rank whose reading fails takes part in all broadcasts nevertheless, and raises at the end:
     nobody waits for it.
@@ -426,7 +427,7 @@ class _Circle:
         self._group = group
         self._me = ranks.index(rank)
         readers = readers_of([share.nbytes for share in plan], len(ranks))
-        # By place in the circle, what each rank reads in each turn, with where it begins there.
+        # By place in the group, what each rank reads in each turn, with where it begins there.
         self._turns: list[list[list[tuple[int, _SharedBox]]]] = []
         largest = 0
         for place in range(len(ranks)):
@@ -439,8 +440,7 @@ class _Circle:
             )
         device = wire() if len(ranks) > 1 else torch.device("cpu")
         self._devices = devices_of([torch.empty(0, device=device), *(each.target for each in plan)])
-        # While one batch is given to the others, the next is read.
-        self._own = [host_memory(largest, self._devices) for _ in self._turns[self._me][:2]]
+        self._own = [host_memory(largest, self._devices) for _ in self._turns[self._me][:_AT_HAND]]
         # What others give arrives here, and on a device also what this rank gives leaves from here.
         if device.type == "cpu":
             self._wired = host_memory(largest if len(ranks) > 1 else 0, self._devices)
@@ -455,7 +455,7 @@ class _Circle:
         def read_turn(turn: int) -> None:
             if errors:
                 return
-            memory, wanted = self._own[turn % 2], []
+            memory, wanted = self._own[turn % _AT_HAND], []
             for start, share in mine[turn]:
                 raw = memory[start : start + share.nbytes].numpy()
                 bits = raw.view(share.array.dtype.bits)
@@ -465,13 +465,14 @@ class _Circle:
             except Exception as error:  # noqa: BLE001 — as the class says
                 errors.append(error)
 
-        with ThreadPoolExecutor(1, thread_name_prefix="ckptkit") as reader:
-            reading: Future[None] | None = reader.submit(read_turn, 0) if mine else None
+        ahead = _AT_HAND - 1
+        with ThreadPoolExecutor(ahead, thread_name_prefix="ckptkit") as readers:
+            reading = [readers.submit(read_turn, turn) for turn in range(len(mine))[:ahead]]
             for turn in range(max(map(len, self._turns), default=0)):
-                if reading is not None:
-                    reading.result()
-                    is_last = turn + 1 >= len(mine)
-                    reading = None if is_last else reader.submit(read_turn, turn + 1)
+                if turn < len(mine):
+                    reading[turn].result()
+                if turn + ahead < len(mine):  # into the memory of the turn before
+                    reading.append(readers.submit(read_turn, turn + ahead))
                 for place, turns in enumerate(self._turns):
                     if turn < len(turns):
                         self._give(place, turn, errors)
@@ -484,9 +485,9 @@ class _Circle:
         start, last = batch[-1]
         room = start + last.room
         if place == self._me and memory.device.type == "cpu":
-            memory = self._own[turn % 2]
+            memory = self._own[turn % _AT_HAND]
         elif place == self._me:
-            memory[:room].copy_(self._own[turn % 2][:room])
+            memory[:room].copy_(self._own[turn % _AT_HAND][:room])
         if len(self._ranks) > 1:
             dist.broadcast(memory[:room], src=self._ranks[place], group=self._group)
         try:

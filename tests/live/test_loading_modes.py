@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 from unittest.mock import patch
 
@@ -151,6 +152,23 @@ def test_a_partial_load_takes_what_fits_and_says_what_it_left(
     assert [line.split(":")[0] for line in reshaped] == ["model/wide.weight", "model/wide.bias"]
     assert [line.split(":")[0] for line in cast] == ["model/low.weight"]
     assert reports == [reports[0]] * ranks
+
+
+def test_what_goes_through_memory_is_read_several_turns_at_a_time(tmp_path: Path) -> None:
+    whole = {f"w{number}": torch.arange(100.0) + number for number in range(9)}
+    save(tmp_path, step=1, state={"s": whole})
+    found = {name: torch.zeros(100, dtype=torch.bfloat16) for name in whole}
+    meeting, read_many = Barrier(3), Checkpoint.read_many
+
+    def together(self: Checkpoint, wanted: Any, **options: Any) -> None:
+        if wanted:
+            meeting.wait(20)
+        read_many(self, wanted, **options)
+
+    one = patch.object(restore, "_TURN_BYTES", 300)
+    with one, patch.object(Checkpoint, "read_many", together):
+        load(tmp_path, state={"s": found}, cast=True)
+    assert all(torch.equal(found[name].float(), each) for name, each in whole.items())
 
 
 def test_a_fresh_optimizer_of_a_cast_model_keeps_moments_of_its_own_dtype(tmp_path: Path) -> None:
