@@ -19,8 +19,8 @@ from ckptkit.model.document import located
 from ckptkit.model.grid import I64
 
 # Foreign tensors are stored whole: they are looked at in chunks of about so many bytes, so that a
-# part of one is read without the rest. With 4 MiB a job that loads half of each row takes longer, by
-# a twelfth at best; with 16 MiB it is hardly faster, and what a server sends takes more memory.
+# part of one is read without the rest. With 4 MiB a job that loads half of each row takes longer,
+# by a twelfth at best; with 16 MiB it is hardly faster, and what a server sends takes more memory.
 _CHUNK_BYTES = 8 << 20
 _MOST_CHUNKS = 1 << 22
 
