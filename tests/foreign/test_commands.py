@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckptkit.cli.exits import ABSENT, CORRUPT, STORAGE
 
 import ckptkit
 from ckptkit.checkpoint.read.stream import stored_arrays
+from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.foreign.readers import formats
 from ckptkit.live import StateMismatchError, load
 from ckptkit.model import Box
@@ -153,6 +155,24 @@ def test_what_others_wrote_is_not_changed(command: str, model: Path, run: Path) 
         assert "error: " in result.stderr
     assert "the checkpoints of another program" in ckpt("prune", run).stderr
     assert "a Hugging Face model" in ckpt("rebuild", model).stderr
+
+
+@pytest.mark.parametrize("is_export", [False, True])
+def test_what_changes_while_it_is_read_becomes_nothing(
+    is_export: bool, model: Path, tmp_path: Path
+) -> None:
+    """The copy would be of both."""
+
+    def change(_: int) -> None:
+        write(model / "model.safetensors", {name: value + 1 for name, value in ARRAYS.items()})
+
+    work: Any = partial(ckptkit.reshard, to="single")
+    if is_export:
+        work = partial(ckptkit.export, to_format="hf")
+    with pytest.raises(FormatError, match="its files were changed since it was opened"):
+        work(model, tmp_path / "new", progress=change)
+    with pytest.raises(NotFoundError):
+        ckptkit.open(tmp_path / "new")
 
 
 def test_of_a_strategy_that_nobody_knows_the_caller_is_believed(

@@ -175,6 +175,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
                 keys.extend([file.key] if finished.note else [])
                 finished.add(file.key, *write_file(file, arrays, copier, store, progress))
                 keys.extend([] if finished.note else [file.key])
+            checkpoint.check_unchanged()
             for key, data in new.closing:
                 keys.append(key)
                 try:

@@ -85,7 +85,9 @@ def reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
         found = Checkpoint(store, prefix, read_manifest(store, prefix))
     if found.save_id != save_id:
         raise FormatError(
-            "the step was saved anew since it was opened",
+            "its files were changed since it was opened"
+            if save_id.startswith(FOREIGN)
+            else "the step was saved anew since it was opened",
             where=found.location,
             hint="open it again",
         )
@@ -337,6 +339,13 @@ class Checkpoint(Closing):
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.
         return (reopened, (self.store.address, self.prefix, self.save_id))
+
+    def check_unchanged(self) -> None:
+        """Refuse a foreign checkpoint whose files are not as they were when it was opened: what was
+        read of them may be of both. Of a step of ours checksums tell.
+        """
+        if self.foreign:
+            reopened(self.store.address, self.prefix, self.save_id).close()
 
     def close(self) -> None:
         """Close the packs; reading opens them again."""

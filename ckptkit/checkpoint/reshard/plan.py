@@ -286,6 +286,7 @@ class ReshardPlan(ReshardCost):
                 copy_elsewhere(
                     target, missing, source, store, budget, lambda rank: told(sizes[rank])
                 )
+            source.check_unchanged()
         if not options.is_slice:
             commit(store, prefix, gather(store, prefix, save_id), overwrite=options.overwrite)
         return done
