@@ -135,7 +135,7 @@ def test_replicas_are_read_once_and_a_part_of_a_replica_fills_what_is_left() -> 
 
 
 def test_a_large_transposed_tensor_is_read_along_its_file() -> None:
-    values = np.arange(3 << 20, dtype=np.int16).reshape(1 << 10, 3 << 10)
+    values = np.arange(6 << 20, dtype=np.int32).astype(np.int16).reshape(1 << 10, 6 << 10)
     stored = Extent(Box.whole(values.shape), "f", 0, (1, values.shape[0]))
     array = ForeignArray("model/w", values.shape, INT16, (stored,))
     checkpoint = opened(array, {"f": np.ascontiguousarray(values.T).tobytes()})
