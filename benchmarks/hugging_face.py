@@ -15,7 +15,7 @@ from benchmarks.contender import make_durable
 from benchmarks.state import Tensor
 from benchmarks.training import Training, filled
 from ckptkit.live import load
-from ckptkit.storage.base.cached import CachedFile
+from ckptkit.storage.source import LocalSource
 
 _FILE_BYTES = 1 << 30
 
@@ -48,7 +48,7 @@ class Model:
     def read_bytes(self, folder: Path) -> int:
         """How many bytes this rank asks of the system for a load, were none in the page cache."""
         before = _asked_for()
-        with patch.object(CachedFile, "lend", lambda *_: nullcontext()):
+        with patch.object(LocalSource, "lend", lambda *_, **__: nullcontext()):
             self.load(folder)
         return _asked_for() - before
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ckptkit
+from ckptkit.checkpoint.ranks import Failure
 from ckptkit.storage import Store
 
 
@@ -29,10 +30,10 @@ class _Turn(ckptkit.Ranks):
         self.world_size = meeting.world_size
         self.meeting = meeting
 
-    def leave(self, problem: str) -> str:
+    def leave(self, problem: BaseException | str) -> Failure:
         if self.rank == 0:
             self.meeting.shared.set()
-        return problem
+        return Failure.of(self.rank, problem)
 
     def _tell(self, data: bytes) -> bytes:
         if self.rank == 0:

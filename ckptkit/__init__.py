@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ckptkit.model import Strategy
     from ckptkit.model.document import size_text, time_text
     from ckptkit.model.folds import fold_names, natural_order
-    from ckptkit.page.view import view
+    from ckptkit.page import view
     from ckptkit.storage import open_store
 
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
@@ -60,7 +60,7 @@ _MODULES = {
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
     "model.document": ("size_text", "time_text"),
-    "page.view": ("view",),
+    "page": ("view",),
     "storage": ("open_store",),
 }
 # After `import ckptkit` alone too; those that need torch import it then.

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import count
 from typing import Any, Self
 
@@ -32,8 +32,7 @@ from ckptkit.activation.transport import (
     described,
 )
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
-from ckptkit.live.state.sockets import empty_of
-from ckptkit.live.state.tensors import bytes_of
+from ckptkit.live.state.tensors import TensorForm, bytes_of
 from ckptkit.model.document import parse_size
 from ckptkit.storage.base.store import Closing
 
@@ -315,7 +314,10 @@ class DistributedActivationStore:
         what = plain_layer(layer_id), source_rank
         # None also for what cannot be sent: all ranks are to hear of that.
         can_be_sent = isinstance(mine, torch.Tensor) and is_plain(mine)
-        description = described(mine) if mine is not None and can_be_sent else None
+        description = None
+        if mine is not None and can_be_sent:
+            form, *rest = described(mine)
+            description = (astuple(form), *rest)
         heard = self._together("register_broadcast", (what, description))
         others = {rank: said[0] for rank, said in enumerate(heard) if said[0] != what}
         if others:
@@ -325,8 +327,11 @@ class DistributedActivationStore:
             raise UsageError(
                 f"rank {source_rank} is the source, but has passed no dense tensor", value=layer_id
             )
-        form, device, requires_grad = said
-        found = empty_of(form, device=device) if mine is None else mine
+        told, device, requires_grad = said
+        form = TensorForm.heard(told)
+        found = mine
+        if found is None:
+            found = torch.empty(form.shape, dtype=form.torch_dtype, device=device)
         self._transport.broadcast(source_rank, found)
         self.register(layer_id, found.requires_grad_(requires_grad))
         return found

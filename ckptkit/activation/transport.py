@@ -28,14 +28,13 @@ from ckptkit.live.state.ranks import World, current_world, ranks_of
 from ckptkit.live.state.sockets import (
     Listener,
     connect,
-    form_of,
     hear,
     message,
     own_address,
     seconds_until,
     tell,
 )
-from ckptkit.live.state.tensors import bytes_of
+from ckptkit.live.state.tensors import TensorForm, bytes_of
 
 _TOKEN = 32
 _MOST_IDLE = 4  # connections to a rank that wait for the next fetch
@@ -288,7 +287,7 @@ class SocketTransport:
             sock.sendall(part)
 
 
-def described(tensor: torch.Tensor, *, where: str = "") -> tuple[str, str, bool]:
+def described(tensor: torch.Tensor, *, where: str = "") -> tuple[TensorForm, str, bool]:
     """The form of a tensor, its device and whether it requires a gradient; only plain memory can be
     sent.
     """
@@ -299,4 +298,4 @@ def described(tensor: torch.Tensor, *, where: str = "") -> tuple[str, str, bool]
             value=f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}",
             hint="keep the local part of a DTensor, and the dense form of a sparse one",
         )
-    return form_of(tensor), tensor.device.type, tensor.requires_grad
+    return TensorForm.of(tensor), tensor.device.type, tensor.requires_grad

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptkit.errors import CkptkitError, GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import dumps, unpack
@@ -57,10 +56,10 @@ class Ranks(ABC):
         self._meet(None)
 
     @abstractmethod
-    def leave(self, problem: str) -> str:
+    def leave(self, problem: BaseException | str) -> Failure:
         """Tell the others that this rank has failed, without waiting for them; never raises.
 
-        Gives what is known of the first failure: which rank's it was, and the problem.
+        Gives what is known of the first failure.
         """
 
     def forget(self) -> None:  # noqa: B027 — most leave nothing behind
@@ -77,6 +76,43 @@ class Ranks(ABC):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank has left, as the others are told of it."""
+
+    rank: int
+    kind: str
+    """The type of the error; nothing where there was none."""
+    what: str
+    where: str = ""
+    value: str = ""
+    hint: str = ""
+
+    @classmethod
+    def of(cls, rank: int, problem: BaseException | str) -> Failure:
+        kind = "" if isinstance(problem, str) else type(problem).__name__
+        if not isinstance(problem, CkptkitError):
+            return cls(rank, kind, str(problem))
+        return cls(rank, kind, problem.what, problem.where, problem.value, problem.hint)
+
+    @classmethod
+    def heard(cls, data: bytes) -> Failure:
+        """What `said` has made."""
+        return cls(*unpack(data, "another rank"))
+
+    def said(self) -> bytes:
+        return dumps(astuple(self))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {f'{self.kind}: ' if self.kind else ''}{self.what}"
+
+    def error(self, meaning: str, kind: type[CkptkitError] = GivenUpError) -> CkptkitError:
+        """What the other ranks raise: what it means for them, and all that is known of it."""
+        error = kind(f"{meaning}, because of {self}", where=self.where, hint=self.hint)
+        error.value, error.has_value = self.value, bool(self.value)
+        return error
+
+
 @contextmanager
 def failing_together(ranks: Ranks) -> Iterator[None]:
     """Tell the others what goes wrong here, so that they do not wait for this rank. What another
@@ -85,21 +121,18 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = ranks.leave(in_one_line(error))
-        rank, _, said = first.partition(": ")
-        if rank == f"rank {ranks.rank}":
+        first = ranks.leave(error)
+        kind = _kinds().get(first.kind, GivenUpError)
+        if first.rank == ranks.rank or type(error) is kind:
             raise
-        kind = _kinds().get(said.partition(":")[0], GivenUpError)
-        if type(error) is kind:
-            raise
-        raise kind(f"{ranks.failure}, because of {first}") from error
+        raise first.error(ranks.failure, kind) from error
     except BaseException as error:
-        ranks.leave(in_one_line(error))
+        ranks.leave(error)
         raise
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error as other ranks are told of it."""
+    """An error in a log."""
     return f"{type(error).__name__}: {error}".replace("\n", "; ")
 
 
@@ -128,8 +161,8 @@ class OneRank(Ranks):
         """Let the next call raise that has to meet the others."""
         self._cancelled = problem
 
-    def leave(self, problem: str) -> str:
-        return f"rank 0: {problem}"
+    def leave(self, problem: BaseException | str) -> Failure:
+        return Failure.of(0, problem)
 
     def _tell(self, data: bytes) -> bytes:
         return data
@@ -160,114 +193,23 @@ def ranks_for(strategy: Strategy, rank: int, ranks: Ranks | None) -> Ranks:
     return ranks
 
 
-class ThreadBarrier(Ranks):
-    """Ranks that are threads of one process: `ThreadBarrier.group(4)` makes one for each."""
+class _Barrier(Ranks):
+    """Ranks that leave each other notes where all of them look, until the first failure.
 
-    def __init__(self, rank: int, world_size: int, room: _Room, timeout: float) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._room = room
-        self._timeout = timeout
-        self._round = 0
-
-    @classmethod
-    def group(cls, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> list[ThreadBarrier]:
-        """One barrier for each rank."""
-        room = _Room()
-        return [cls(rank, world_size, room, timeout) for rank in range(world_size)]
-
-    def leave(self, problem: str) -> str:
-        room = self._room
-        with room.changed:
-            first = next(iter(room.left.values()), f"rank {self.rank}: {problem}")
-            room.left.setdefault(self.rank, first)
-            room.changed.notify_all()
-        return first
-
-    def _tell(self, data: bytes) -> bytes:
-        room, number = self._room, self._round
-        self._round += 1
-        with room.changed:
-            if self.rank == 0:
-                room.shared[number] = data
-                room.changed.notify_all()
-            room.changed.wait_for(lambda: number in room.shared or 0 in room.left, self._timeout)
-            if number in room.shared:
-                return room.shared[number]
-            raise self._missed()
-
-    def _meet(self, data: bytes | None) -> list[bytes]:
-        room, number = self._room, self._round
-        self._round += 1
-        with room.changed:
-            said = room.said.setdefault(number, {})
-            said[self.rank] = data or b""
-            room.changed.notify_all()
-            # Rank 0 listens to all, the others to rank 0, who alone can say that there is no step.
-            room.changed.wait_for(
-                lambda: (
-                    len(said) == self.world_size
-                    or (bool(room.left) if self.rank == 0 else 0 in room.left)
-                ),
-                self._timeout,
-            )
-            if len(said) < self.world_size:
-                raise self._missed()
-            is_asked = self.rank == 0 and data is not None
-            return [said[rank] for rank in range(self.world_size)] if is_asked else []
-
-    def _missed(self) -> PeerError:
-        if not self._room.left:
-            return late("another rank", self._timeout)
-        first = next(iter(self._room.left.values()))
-        return _failed(self.failure, first, given_up=0 in self._room.left)
-
-
-@dataclass(slots=True)
-class _Room:
-    """What the threads of one group share."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    shared: dict[int, bytes] = field(default_factory=dict)
-    said: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    left: dict[int, str] = field(default_factory=dict)
-
-
-class FileBarrier(Ranks):
-    """Ranks that are processes which see one folder. It must be empty at the start, and serves one
-    job, for as many saves as it likes, until the first failure.
-
-    Rank 0 looks for one small file of each rank, the others for one of rank 0: nothing grows with
-    ranks squared. Meant for up to some hundred ranks; a job has faster ways to meet.
+    Rank 0 looks for one note of each rank, the others for one of rank 0: nothing grows with ranks
+    squared.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        rank: int,
-        world_size: int,
-        timeout: float = DEFAULT_TIMEOUT,
-    ) -> None:
-        if not 0 <= rank < world_size:
-            raise UsageError(f"the rank has to be from 0 to below {world_size}", value=rank)
+    def __init__(self, rank: int, world_size: int, notes: _Notes, timeout: float) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._notes = notes
         self._timeout = timeout
         self._round = 0
-        self._said: list[Path] = []
-        # Only this rank writes such names, so what is there is of an earlier job or barrier.
-        if any(self._folder.glob(f"*-{rank}")):
-            raise UsageError(
-                f"rank {rank} has met others in this folder before",
-                where=str(self._folder),
-                hint="give every job, and every restart of it, an empty folder; "
-                "one FileBarrier serves all saves of a job",
-            )
+        self._said: list[str] = []
 
-    def leave(self, problem: str) -> str:
-        return self._relay(f"rank {self.rank}: {problem}")
+    def leave(self, problem: BaseException | str) -> Failure:
+        return self._relay(Failure.of(self.rank, problem))
 
     def _tell(self, data: bytes) -> bytes:
         if self.rank == 0:
@@ -287,28 +229,28 @@ class FileBarrier(Ranks):
             self._hear("go", {0})
         # All are here, so all have read what was said in earlier rounds.
         current = f"{self._round}-"
-        for path in self._said:
-            if not path.name.startswith(current):
-                path.unlink(missing_ok=True)
-        self._said = [path for path in self._said if path.name.startswith(current)]
+        for name in self._said:
+            if not name.startswith(current):
+                self._notes.pop(name, None)
+        self._said = [name for name in self._said if name.startswith(current)]
         self._round += 1
         if self.rank > 0 or data is None:
             return []
         return [data, *(heard[rank] for rank in range(1, self.world_size))]
 
-    def _relay(self, problem: str) -> str:
+    def _relay(self, failure: Failure) -> Failure:
         """Say why there will be no step, unless this rank has said so before."""
-        path = self._folder / f"left-{self.rank}"
+        name = f"left-{self.rank}"
         with suppress(OSError):
-            if path.exists():
-                return path.read_text(encoding="utf-8")
-            _write(path, problem.encode())
-        return problem
+            if name in set(self._notes):
+                return Failure.heard(self._notes[name])
+            self._notes[name] = failure.said()
+        return failure
 
     def _say(self, what: str, data: bytes) -> None:
-        path = self._folder / f"{self._round}-{what}-{self.rank}"
-        _write(path, data)
-        self._said.append(path)
+        name = f"{self._round}-{what}-{self.rank}"
+        self._notes[name] = data
+        self._said.append(name)
 
     def _hear(self, what: str, ranks: set[int]) -> dict[int, bytes]:
         """What each of some ranks says in this round."""
@@ -316,20 +258,20 @@ class FileBarrier(Ranks):
         deadline = time.monotonic() + self._timeout
         pause = 0.001
         while len(heard) < len(ranks):
-            names = self._names()
+            names = set(self._notes)
             gone = sorted(rank for rank in ranks if f"left-{rank}" in names)
             # Looked for again after the farewells: a rank speaks before it leaves, never after.
-            names |= self._names() if gone else set()
+            names |= set(self._notes) if gone else set()
             for rank in ranks - heard.keys():
                 name = f"{self._round}-{what}-{rank}"
                 if name in names:
-                    heard[rank] = (self._folder / name).read_bytes()
+                    heard[rank] = self._notes[name]
             missing = sorted(ranks - heard.keys())
             for rank in gone:
                 if rank in missing:
-                    problem = (self._folder / f"left-{rank}").read_text(encoding="utf-8")
-                    self._relay(problem)
-                    raise _failed(self.failure, problem, given_up=rank == 0)
+                    failure = self._relay(Failure.heard(self._notes[f"left-{rank}"]))
+                    # Only rank 0 commits: when it has left nothing will ever be committed.
+                    raise failure.error(self.failure, PeerError if rank else GivenUpError)
             if missing and time.monotonic() > deadline:
                 raise late(f"rank {missing[0]}", self._timeout)
             if missing:
@@ -339,22 +281,70 @@ class FileBarrier(Ranks):
                 pause = min(pause * 1.5, 0.005 * self.world_size, 0.05)
         return heard
 
-    def _names(self) -> set[str]:
-        return {path.name for path in self._folder.iterdir()}
+
+class ThreadBarrier(_Barrier):
+    """Ranks that are threads of one process: `ThreadBarrier.group(4)` makes one for each."""
+
+    @classmethod
+    def group(cls, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> list[ThreadBarrier]:
+        """One barrier for each rank."""
+        notes: dict[str, bytes] = {}
+        return [cls(rank, world_size, notes, timeout) for rank in range(world_size)]
 
 
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}")
-    # Made, never opened: where many may write, a link may lie in wait at its name.
-    with temporary.open("xb") as file:
-        file.write(data)
-    temporary.replace(path)
+class FileBarrier(_Barrier):
+    """Ranks that are processes which see one folder. It must be empty at the start, and serves one
+    job, for as many saves as it likes, until the first failure.
+
+    Meant for up to some hundred ranks; a job has faster ways to meet.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        world_size: int,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise UsageError(f"the rank has to be from 0 to below {world_size}", value=rank)
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        super().__init__(rank, world_size, _Folder(path), timeout)
+        # Only this rank writes such names, so what is there is of an earlier job or barrier.
+        if any(path.glob(f"*-{rank}")):
+            raise UsageError(
+                f"rank {rank} has met others in this folder before",
+                where=str(path),
+                hint="give every job, and every restart of it, an empty folder; "
+                "one FileBarrier serves all saves of a job",
+            )
 
 
-def _failed(failure: str, problem: str, *, given_up: bool) -> PeerError:
-    # Only rank 0 commits: when it has left nothing will ever be committed.
-    kind = GivenUpError if given_up else PeerError
-    return kind(f"{failure}, because of {problem}")
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """Notes that are small files, where threads share a dictionary."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[str]:
+        return (file.name for file in self.path.iterdir())
+
+    def __getitem__(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def __setitem__(self, name: str, data: bytes) -> None:
+        temporary = self.path / f".{name}"
+        # Made, never opened: where many may write, a link may lie in wait at its name.
+        with temporary.open("xb") as file:
+            file.write(data)
+        temporary.replace(self.path / name)
+
+    def pop(self, name: str, default: None) -> None:  # noqa: ARG002 — as of a dictionary
+        (self.path / name).unlink(missing_ok=True)
+
+
+_Notes: TypeAlias = dict[str, bytes] | _Folder
 
 
 def late(who: str, timeout: float) -> PeerError:

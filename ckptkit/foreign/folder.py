@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,18 +28,29 @@ _PART = re.compile(
     r"[^/]*\.(pt|pth|bin|ckpt|safetensors)|(optimizer|scheduler|rng_state|random_states)[^/]*|trainer_state\.json"
 )
 
-# Beside a model, what a Trainer under FSDP has DCP write.
-_APART = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+/\.metadata")
+# What accelerate, and with it the Trainer of transformers, has DCP write: a folder for the model,
+# one for the optimizer.
+APART = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
+DCP_METADATA = ".metadata"
 
 
 class Folder:
     """Files of a store by key, and reads of their metadata."""
 
-    def __init__(self, store: Store, files: Mapping[str, Stored], only: str | None = None) -> None:
-        """With `only` the checkpoint is that one file."""
+    def __init__(
+        self,
+        store: Store,
+        files: Mapping[str, Stored],
+        only: str | None = None,
+        names: Iterable[str] = (),
+    ) -> None:
+        """With `only` the checkpoint is that one file. `names` are those directly in the folder,
+        also of empty folders.
+        """
         self.store = store
         self.files = files
         self.only = only
+        self.apart = sorted(name for name in names if APART.fullmatch(name))
         self.seen: Any = hashlib.sha256()
         """The digest of all metadata that was read."""
 
@@ -57,7 +68,7 @@ class Folder:
             )
         return self.files[key].size
 
-    def unread(self, used: Iterable[str]) -> dict[str, str]:
+    def unread(self, used: Collection[str]) -> dict[str, str]:
         """What looks like parts of the checkpoint beside the files that are used, and why it is
         left out; nothing of one file, which is itself whatever lies beside it.
         """
@@ -65,11 +76,11 @@ class Folder:
             return {}
         left = sorted(self.files.keys() - set(used))
         found = {key: "a file that is not read" for key in left if _PART.fullmatch(key)}
-        # Where the model is such a folder too, both are one checkpoint of DCP.
-        apart = {key.partition("/")[0] for key in self.files if _APART.fullmatch(key)}
-        if all(name.startswith("optimizer") for name in apart):
-            what = "a checkpoint of its own that is not read: name its folder"
-            found |= dict.fromkeys(sorted(apart), what)
+        tops = {key.partition("/")[0] for key in used}
+        for name in (name for name in self.apart if name not in tops):
+            found[name] = "a checkpoint of its own that is not read: name its folder"
+            if f"{name}/{DCP_METADATA}" not in self.files:
+                found[name] = f"it has no {DCP_METADATA}: not written whole, or not copied whole"
         return found
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:

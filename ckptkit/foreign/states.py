@@ -60,8 +60,8 @@ class States:
     theirs: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     """What is no plain value, by name."""
-    is_by_order: bool = False
-    """Whether an optimizer counts its parameters, and got their names by the order of the model."""
+    noted: dict[str, Any] = field(default_factory=dict)
+    """More of the details, as they are."""
     without_group: list[str] = field(default_factory=list)
     """Parameters that an optimizer has state of, and in none of its groups."""
     by_identity: dict[object, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class States:
 
     @property
     def details(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"optimizer": BY_ORDER} if self.is_by_order else {}
+        found = dict(self.noted)
         if self.without_group:
             first, *others = self.without_group
             more = f" and {len(others)} more" if others else ""
@@ -221,27 +221,27 @@ def _optimizer(
     # Groups are numbered one after the other: nobody knows which parameter is in which.
     if names is None and indices is not None and len(groups) == 1:
         names = _names_by_order(indices, by_parameter, model)
-        found.is_by_order |= names is not None
-    if names is None or not (by_parameter or groups):
+        found.noted |= {} if names is None else {"optimizer": BY_ORDER}
+    known = dict(model)
+    kind = next((_kind(group) for group in groups), "")
+    misfit = _misfit(names or {}, by_parameter, known) if kind in _ALIKE else ""
+    found.noted |= {"other_shape": f"{misfit}: the optimizer is of another model"} if misfit else {}
+    if names is None or misfit or not (by_parameter or groups):
         return None, state
-    known = {name for name, _ in model}
     values: dict[str, dict[str, Any]] = {}
     for index, entries in by_parameter.items():
         parameter = names[index]
         of = join("model", parameter) if parameter in known else None
         for key, value in entries.items():
-            array = join("optimizer", parameter, str(key))
-            if isinstance(value, StateTensor):
-                found.add(array, value, (*above, "state", index, key), of=of)
-            elif _is_plain(value):
+            if not isinstance(value, StateTensor) and _is_plain(value):
                 values.setdefault(parameter, {})[str(key)] = value
-            else:
-                for path, tensor in _tensors(value, (key,)):
-                    spelled = "/".join(map(str, path))
-                    name = join("optimizer", parameter, spelled)
-                    found.add(name, tensor, (*above, "state", index, *path), of=of)
-                if _without_tensors(value)[1]:
-                    found.left_out[array] = "a value that is neither plain nor a tensor"
+                continue
+            for path, tensor in _tensors(value, (key,)):
+                name = join("optimizer", parameter, "/".join(map(str, path)))
+                found.add(name, tensor, (*above, "state", index, *path), of=of)
+            if _without_tensors(value)[1]:
+                name = join("optimizer", parameter, str(key))
+                found.left_out[name] = "a value that is neither plain nor a tensor"
     documents: list[dict[str, Any]] = []
     for group in groups:
         options: dict[str, Any] = {}
@@ -264,7 +264,6 @@ def _optimizer(
             has = group["options"]
             options = {k: v for k, v in options.items() if repr(has.get(k)) == repr(v)}
         documents.append({"params": lost, "options": options})
-    kind = next((_kind(group["options"]) for group in documents), "")
     return {"kind": kind, "groups": documents, "values": values}, more
 
 
@@ -403,13 +402,23 @@ def _names_by_order(
         for name, tensor in model
         if not name.endswith(_BUFFERS) and tensor.dtype.name.startswith(_NUMBERS)
     ]
-    fits = len(parameters) == len(indices) and all(
-        value.shape in (tensor.shape, ())
-        for index, (_, tensor) in zip(indices, parameters, strict=True)
-        for value in by_parameter.get(index, {}).values()
-        if isinstance(value, StateTensor)
-    )
-    return {i: name for i, (name, _) in zip(indices, parameters, strict=True)} if fits else None
+    names = {i: name for i, (name, _) in zip(indices, parameters, strict=False)}
+    fits = len(parameters) == len(indices) and not _misfit(names, by_parameter, dict(parameters))
+    return names if fits else None
+
+
+def _misfit(
+    names: Mapping[Any, str],
+    by_parameter: Mapping[Any, Mapping[Any, Any]],
+    model: Mapping[str, StateTensor],
+) -> str:
+    """A state whose shape is not that of its parameter; empty where all fit."""
+    for index, name in names.items():
+        shape = model[name].shape if name in model else None
+        for key, value in by_parameter.get(index, {}).items() if shape is not None else ():
+            if isinstance(value, StateTensor) and value.shape not in (shape, (), (1,)):
+                return f"{key} of {name} has the shape {value.shape}, the parameter {shape}"
+    return ""
 
 
 # By the options that only it has; others stay without a name.
@@ -420,6 +429,9 @@ _KINDS = (
     ({"alpha", "centered"}, "RMSprop"),
     ({"lr_decay", "initial_accumulator_value"}, "Adagrad"),
 )
+# Those whose states have the shape of the parameter, or one element. Others have rows and columns
+# (Adafactor), fewer of them (GaLore) or blocks (Shampoo); an Adagrad by rows looks like Adagrad.
+_ALIKE = ("Adam", "AdamW", "NAdam", "RMSprop", "SGD")
 
 
 def _kind(options: Mapping[str, Any]) -> str:

@@ -153,9 +153,9 @@ def columns_to_doc(columns: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
     return {"count": count, **packed}
 
 
-def columns_from_doc(value: object, where: str, names: Sequence[str]) -> dict[str, Any]:
-    """The columns of a document, as views of its bytes, once their lengths are proven."""
-    fields = Fields(value, where)
+def columns_from_doc(value: object, names: Sequence[str]) -> dict[str, Any]:
+    """The columns of chunks, as views of the bytes of a document, if their lengths are right."""
+    fields = Fields(value, "chunks")
     count = fields.integer("count", below=MAX_ROWS + 1)
     columns = {}
     for name in names:
@@ -171,15 +171,13 @@ def columns_from_doc(value: object, where: str, names: Sequence[str]) -> dict[st
     return columns
 
 
-def check_placed(
-    pack: U32, offset: U64, length: U64, pack_sizes: Sequence[int], where: str
-) -> None:
+def check_placed(pack: U32, offset: U64, length: U64, pack_sizes: Sequence[int]) -> None:
     """Every chunk lies inside its pack and apart from every other one."""
     if not len(pack):
         return
     if int(pack.max()) >= len(pack_sizes):
         raise FormatError(
-            "a chunk in a pack that is not listed", where=where, value=int(pack.max())
+            "a chunk in a pack that is not listed", where="chunks", value=int(pack.max())
         )
     sizes = np.array(pack_sizes, dtype=np.uint64)[pack]
     # The numbers are unsigned: `offset + length` may wrap, and so may `sizes - offset`.
@@ -188,7 +186,7 @@ def check_placed(
         row = int(outside.argmax())
         raise FormatError(
             f"a chunk reaches past the end of its pack of {int(sizes[row])} bytes",
-            where=f"{where}.{row}",
+            where=f"chunks.{row}",
             value=(int(offset[row]), int(length[row])),
         )
     order = np.lexsort((offset, pack))
@@ -197,5 +195,5 @@ def check_placed(
     if clash.any():
         row = int(order[int(clash.argmax()) + 1])
         raise FormatError(
-            "two chunks overlap in their pack", where=f"{where}.{row}", value=int(offset[row])
+            "two chunks overlap in their pack", where=f"chunks.{row}", value=int(offset[row])
         )

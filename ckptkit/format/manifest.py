@@ -154,7 +154,7 @@ class Record:
             if documents is None:
                 rows = Fields({"documents": unpack(packed, "documents")}, "")
                 documents = _documents(rows.items("documents"))
-            columns = columns_from_doc(fields.any("chunks"), "chunks", _RECORD_COLUMNS)
+            columns = columns_from_doc(fields.any("chunks"), _RECORD_COLUMNS)
             objects = objects_from_docs(fields)
             fields.finish()
             for number, item in enumerate(objects):
@@ -295,7 +295,7 @@ class Manifest:
                 f"{len(self.pack)} chunks are listed, the grids have {int(self.starts[-1])}",
                 where="chunks.count",
             )
-        check_placed(self.pack, self.offset, self.length, [p.size for p in self.packs], "chunks")
+        check_placed(self.pack, self.offset, self.length, [p.size for p in self.packs])
         wrong = np.flatnonzero(self.length != self.table.stored_bytes())
         if len(wrong):
             row = int(wrong[0])
@@ -352,7 +352,7 @@ class Manifest:
             table = known
             if table is None or not table.is_read or table.packed != packed:
                 table = ArrayTable.read(packed, len(save.strategy.mesh.axes))
-            columns = columns_from_doc(fields.any("chunks"), "chunks", _MANIFEST_COLUMNS)
+            columns = columns_from_doc(fields.any("chunks"), _MANIFEST_COLUMNS)
             objects = objects_from_docs(fields)
             for number, item in enumerate(objects):
                 if item.semantics == "replicated" or item.ranks is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self, Unpack
 
 from torch._C._distributed_c10d import PrefixStore
@@ -328,12 +328,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         try:
             self.close()
         except CkptkitError as problem:

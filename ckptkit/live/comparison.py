@@ -33,7 +33,7 @@ from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import listed
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
-from ckptkit.live.state.trees import arrays_in, put_tensors, replace_leaves, with_own
+from ckptkit.live.state.trees import arrays_in, no_tensor, put_tensors, replace_leaves, with_own
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.live.wrappers.training import TrainingState
 
@@ -196,7 +196,7 @@ def compare(
     values = objects[MODEL].value if MODEL in objects else {}
     if not isinstance(values, dict):
         raise FormatError("not what a save writes", where="objects.model", value=values)
-    values = put_tensors(values, no_array, MODEL)
+    values = put_tensors(values, no_tensor, MODEL)
     groups = [*training.stateful, *([OPTIMIZER] if training.optimizers else [])]
     report.missing += [group for group in groups if group not in objects]
     report.missing += [join(MODEL, name) for name in snapshot.values if name not in values]
@@ -328,11 +328,6 @@ def check_wrappers(snapshot: Snapshot, objects: Mapping[str, ObjectInfo]) -> Non
             )
 
 
-def no_array(name: str) -> torch.Tensor:
-    """Refuse an array where the step may have plain values only."""
-    raise FormatError("extra state has no arrays", where="objects.model", value=name)
-
-
 def _compare_object(
     item: ObjectInfo,
     target: object,
@@ -384,10 +379,11 @@ def _refuse(report: Report, checkpoint: Checkpoint, options: LoadOptions) -> Non
         return
     hints = []
     if OPTIMIZER in bad.missing and any(name.startswith("other/opt") for name in checkpoint.arrays):
-        hints.append(
+        unknown = (
             "the optimizer's parameters are only numbered there, in several groups or not as the "
             "model's, so nobody knows whose state is which: save it with names (param_names)"
         )
+        hints.append(str(checkpoint.details.get("other_shape", unknown)))
     if not replace(bad, cast=[]).is_exact:
         hints.append("partial=True loads what fits and reports the rest")
     if bad.cast:
@@ -409,7 +405,7 @@ def give_back(match: Match, tensors: Mapping[str, torch.Tensor], rank: int) -> N
             continue
         # What reads data goes on where it was.
         position, reader = match.positions[group], target.value
-        tree = put_tensors(position.tree, no_array, group)
+        tree = put_tensors(position.tree, no_tensor, group)
         if not position.is_resized:
             _give(reader, tree)
         elif isinstance(reader, list):

@@ -249,9 +249,9 @@ def fill(
         direct += [(array.name, box, bits[inside]) for box, inside in known[kind]]
     read(direct)
     if staged:
-        alone = _Circle([topology.rank], topology.rank, None, _shares(checkpoint, topology, staged))
-        for error in alone.run(read):
-            raise error
+        plan = _shares(checkpoint, topology, staged)
+        if errors := _FillByTurns([topology.rank], topology.rank, None, plan).run(read):
+            raise errors[0]
 
 
 def _repeating(topology: Topology, held: LiveTensor) -> Axes:
@@ -314,26 +314,26 @@ def fill_once(
     by_axes: dict[Axes, list[Filling]] = {}
     for held, array in fillings:
         by_axes.setdefault(_repeating(topology, held), []).append((held, array))
-    alone = by_axes.pop((), [])
+    own = by_axes.pop((), [])
     plans = {axes: _shares(checkpoint, topology, each) for axes, each in by_axes.items()}
     agreed = _agreed(ranks, topology, plans)
     errors: list[Exception] = []
-    circle: _Circle | None = None
+    by_turns: _FillByTurns | None = None
     for axes in agreed:
         # Made by all ranks, also by those that need nothing along these axes.
         members, group = group_along(mesh.sizes, mesh.coords(topology.rank), axes)
-        circle = None  # before the next one is made: the memory of one is what was promised
+        by_turns = None  # before the next one is made: the memory of one is what was promised
         if axes in plans:
-            circle = _Circle(members, topology.rank, group, plans[axes])
+            by_turns = _FillByTurns(members, topology.rank, group, plans[axes])
         # A rank without the memory would not come to a broadcast that others wait in.
         ranks.wait()
-        if circle is not None:
-            errors += circle.run(read)
+        if by_turns is not None:
+            errors += by_turns.run(read)
     for axes in plans.keys() - set(agreed):
-        alone += by_axes[axes]
+        own += by_axes[axes]
     if errors:
         raise errors[0]
-    return alone
+    return own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -408,9 +408,9 @@ def _agreed(ranks: Ranks, topology: Topology, plans: dict[Axes, list[_SharedBox]
     return agreed
 
 
-class _Circle:
-    """The ranks of a group: in each turn every one reads a batch, and then gives it to all. One
-    rank alone gives it to its own tensors only.
+class _FillByTurns:
+    """Fills tensors by turns, through memory of a bounded size: in each turn every rank of a group
+    reads a batch, and then gives it to all. A group of one rank fills what no read can directly.
 
     A rank whose reading fails takes part in all broadcasts nevertheless, and raises at the end:
     nobody waits for it.
@@ -427,7 +427,7 @@ class _Circle:
         self._group = group
         self._me = ranks.index(rank)
         readers = readers_of([share.nbytes for share in plan], len(ranks))
-        # By place in the circle, what each rank reads in each turn, with where it begins there.
+        # By place in the group, what each rank reads in each turn, with where it begins there.
         self._turns: list[list[list[tuple[int, _SharedBox]]]] = []
         largest = 0
         for place in range(len(ranks)):

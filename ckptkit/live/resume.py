@@ -77,7 +77,9 @@ def resume(
     saved: SavedArrays,
 ) -> Resumed:
     """What the step has for parameters that fit it: their names, shapes and dtypes."""
-    trained, made = trained_by(documents), _made_of(checkpoint)
+    trained, mark = trained_by(documents), f"{WRAPPED}/"
+    objects = checkpoint.manifest.objects
+    made = made_of({o.name[len(mark) :]: o.value for o in objects if o.name.startswith(mark)})
     alike = cache(Saved)  # as layers are
     ours: dict[str, list[str]] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -100,14 +102,7 @@ def resume(
             # In the dtype of the parameter here, where it had that of the one there.
             dtype = own_dtype if (shape, dtype) == of else dtype
             kept[key] = alike(shape, dtype, shape == own_shape)
-        for key, whole in made.get(there, {}).items():
-            if key:
-                kept = {k: v for k, v in kept.items() if not k.startswith(f"{key}/")}
-                kept[key] = whole
-        for document in documents:
-            if values := document["values"].get(there):
-                kept = with_containers(kept, values, there)
-        state[name] = kept
+        state[name] = completed(kept, made.get(there, {}), documents, there)
 
     def renamed(group: Mapping[str, Any]) -> dict[str, Any]:
         params = [name for there in group["params"] for name in ours.get(there, ())]
@@ -131,22 +126,27 @@ def resume(
     )
 
 
-def with_containers(
-    kept: Mapping[str, Any], values: Mapping[str, Any], parameter: str
+def completed(
+    kept: Mapping[str, Saved], made: Mapping[str, Saved], documents: Documents, parameter: str
 ) -> dict[str, Any]:
-    """What is kept for a parameter, by key: where an optimizer keeps a list or a dictionary of
+    """What is kept for a parameter, by key, of which the arrays are known: in the place of those
+    that a tensor is made of, that tensor; and where an optimizer keeps a list or a dictionary of
     tensors, that container, with what is saved of each tensor at its place.
     """
-    found = dict(kept)
-    for key, tree in values.items():
+    inner = tuple(f"{key}/" for key in made if key)
+    known = {key: each for key, each in kept.items() if not key.startswith(inner)}
+    known |= {key: each for key, each in made.items() if key}
+    found: dict[str, Any] = dict(known)
+    said = (document["values"].get(parameter, {}) for document in documents)
+    for key, tree in (pair for values in said for pair in values.items()):
         where = f"objects.optimizer: {parameter}, {key}"
         inside = dict.fromkeys(arrays_in(tree, where))
 
         def saved(array: str, where: str = where) -> Any:
             nodes = split(array)
-            if nodes[:2] != (OPTIMIZER, parameter) or nodes[2:3] == () or nodes[2] not in kept:
+            if nodes[:2] != (OPTIMIZER, parameter) or nodes[2:3] == () or nodes[2] not in known:
                 raise FormatError("not an array of this parameter", where=where, value=array)
-            return kept[nodes[2]]
+            return known[nodes[2]]
 
         if inside:
             found[key] = put_tensors(tree, saved, where)
@@ -165,20 +165,21 @@ def saved_arrays(checkpoint: Checkpoint) -> SavedArrays:
     return found
 
 
-def _made_of(checkpoint: Checkpoint) -> dict[str, dict[str, Saved]]:
-    """What is kept in tensors that are made of others, by parameter and key: what optimizers keep,
-    and under no key the parameter itself.
+def made_of(records: Mapping[str, Any]) -> dict[str, dict[str, Saved]]:
+    """What is kept in tensors that are made of others, whose records are here by name, by parameter
+    and key: what optimizers keep, and under no key the parameter itself.
     """
     found: dict[str, dict[str, Saved]] = {}
-    for item in checkpoint.manifest.objects:
-        group, *nodes = split(item.name.removeprefix(f"{WRAPPED}/"))
-        if not item.name.startswith(f"{WRAPPED}/") or group not in (MODEL, OPTIMIZER):
+    for name, value in records.items():
+        group, *nodes = split(name)
+        if group not in (MODEL, OPTIMIZER):
             continue
-        record = item.value if isinstance(item.value, dict) else {}
+        record = value if isinstance(value, dict) else {}
         dtype, shape = getattr(torch, str(record.get("dtype")), None), record.get("shape")
         is_named = len(nodes) == (2 if group == OPTIMIZER else 1)
         if not (is_named and isinstance(dtype, torch.dtype) and isinstance(shape, list)):
-            raise FormatError("not what a save writes", where=f"objects.{item.name}", value=record)
+            where = f"objects.{WRAPPED}/{name}"
+            raise FormatError("not what a save writes", where=where, value=record)
         kept = Saved(tuple(shape), dtype, is_like_parameter=True, is_wrapper=True)
         found.setdefault(nodes[0], {})["".join(nodes[1:])] = kept
     return found

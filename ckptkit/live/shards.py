@@ -20,7 +20,7 @@ from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.comparison import Report
 from ckptkit.live.exchange import Exchange
-from ckptkit.live.resume import hand_over, with_containers
+from ckptkit.live.resume import completed, hand_over, made_of
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.agreement import Documents
 from ckptkit.live.state.parts import HandCuts, LiveTensor
@@ -79,7 +79,7 @@ class LocalShard:
     def saved_state(self) -> SavedState:
         """What it has of optimizers, by parameter and key."""
         groups = [group for document in self.optimizers for group in document["groups"]]
-        found: dict[str, dict[str, Any]] = {n: {} for group in groups for n in group["params"]}
+        found: dict[str, dict[str, Saved]] = {n: {} for group in groups for n in group["params"]}
         tensors = self.metadata.tensors
         for name, each in tensors.items():
             if name.startswith("optimizer/"):
@@ -88,18 +88,11 @@ class LocalShard:
                 alike = of is not None and of.shape == each.shape
                 item = Saved(each.shape, torch_dtype(DTYPES[each.dtype]), alike)
                 found.setdefault(parameter, {})[key] = item
-        for name, record in self.metadata.made.items():
-            if name.startswith("optimizer/"):
-                _, parameter, key = split(name)
-                shape, dtype = tuple(record["shape"]), getattr(torch, record["dtype"])
-                kept = found[parameter].items()
-                found[parameter] = {k: v for k, v in kept if not k.startswith(f"{key}/")}
-                made = Saved(shape, dtype, is_like_parameter=True, is_wrapper=True)
-                found[parameter][key] = made
-        for document in self.optimizers:
-            for name, values in document["values"].items():
-                found[name] = with_containers(found.get(name, {}), values, name)
-        return found
+        made = made_of(self.metadata.made)
+        return {
+            name: completed(kept, made.get(name, {}), self.optimizers, name)
+            for name, kept in found.items()
+        }
 
     def objection(self, here: ShardingMetadata, group: str) -> str:
         """Why the tensors of a group are not those of the rank that is here; nothing where they

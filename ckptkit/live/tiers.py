@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from ckptkit.checkpoint.places import Place, store_at
-from ckptkit.checkpoint.ranks import Ranks, in_one_line
+from ckptkit.checkpoint.ranks import Failure, Ranks, in_one_line
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
-from ckptkit.checkpoint.run.run import Retention, Run
+from ckptkit.checkpoint.run.run import Retention, Run, prune
 from ckptkit.checkpoint.workers import look_until
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.storage import Store
@@ -76,7 +76,7 @@ class Tiers:
         """The store of a place that `candidates` names."""
         return self.target if place == LOCAL else self._place
 
-    def meet(self, ranks: Ranks) -> tuple[int, str] | None:
+    def meet(self, ranks: Ranks) -> tuple[int, bytes] | None:
         """Before a save or a load: the number of the last round that failed on rank 0, and why."""
         if self._mirror is None:
             return None
@@ -84,11 +84,11 @@ class Tiers:
             self._mirror.look(ranks)
             self._has_looked = True
 
-        def newest() -> tuple[int, str] | None:
+        def newest() -> tuple[int, bytes] | None:
             failure = self._uploads.newest_failure()
-            return (failure[0], in_one_line(failure[1])) if failure else None
+            return (failure[0], Failure.of(0, failure[1]).said()) if failure else None
 
-        found: tuple[int, str] | None = ranks.share(newest)
+        found: tuple[int, bytes] | None = ranks.share(newest)
         return found
 
     def turn(self, ranks: Ranks, step: int | None) -> Callable[[], None]:
@@ -111,12 +111,7 @@ class Tiers:
             return
         try:
             # What lies above is of a future that was given up, and may be damaged.
-            Run(self._place).prune(
-                keep_last=rules.keep_last,
-                keep_every=rules.keep_every,
-                keep=rules.keep,
-                up_to=step,
-            )
+            prune(self._place, rules, up_to=step)
         except CkptkitError as error:
             error.what = f"the step was saved, but older ones could not be deleted: {error.what}"
             raise
@@ -134,14 +129,14 @@ class Tiers:
             steps = [step, *(number for number in steps if number < step)]
         return [(number, REMOTE) for number in steps]
 
-    def raise_failed(self, said: tuple[int, str] | None) -> None:
+    def raise_failed(self, said: tuple[int, bytes] | None) -> None:
         """Raise on all ranks what rank 0 said in `meet`. The others wait for the end of that round:
         it has failed on them too, and they may not know it yet.
         """
         if said is not None:
             number, problem = said
             error = self._uploads.take(number)
-            raise error or PeerError(f"steps could not be copied, because of rank 0: {problem}")
+            raise error or Failure.heard(problem).error("steps could not be copied", PeerError)
 
     def wait(self) -> None:
         """Return when all rounds are over; raises the last error."""

@@ -125,8 +125,8 @@ def cut_picture(layout: Layout) -> str:
     return _picture(shapes, _WIDTH, height, caption)
 
 
-def sizes_picture(sizes: Sequence[int], what: str) -> str:
-    """A bar for each of some sizes."""
+def bytes_picture(sizes: Sequence[int]) -> str:
+    """A bar for the bytes of each rank."""
     shown = sizes[:_BARS]
     most, width = max(shown, default=0) or 1, _WIDTH / max(1, len(shown))
     shapes = []
@@ -135,7 +135,7 @@ def sizes_picture(sizes: Sequence[int], what: str) -> str:
         place = (number * width, 40 - tall, max(1.0, width - 1), tall)
         shapes.append(_rect(place, number / len(shown), "", f"{number}: {size}"))
     more = f", the first {_BARS} of {len(sizes)}" if len(sizes) > _BARS else ""
-    return _picture(shapes, _WIDTH, 40, f"{what}{more}")
+    return _picture(shapes, _WIDTH, 40, f"bytes by rank{more}")
 
 
 def _rect(box: tuple[float, float, float, float], turn: float, label: str, title: str) -> str:

@@ -10,14 +10,12 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import FileIO
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from ckptkit.errors import CorruptionError, NotFoundError, UsageError
+from ckptkit.errors import NotFoundError, UsageError
 from ckptkit.storage.base.buffers import AlignedBuffer, address_of, copy_bytes, default_pool
-from ckptkit.storage.base.cached import CachedFile
 from ckptkit.storage.base.disk import (
     BLOCK,
     DirectFile,
@@ -41,22 +39,20 @@ from ckptkit.storage.base.location import (
     new_temporary,
 )
 from ckptkit.storage.base.options import Address
-from ckptkit.storage.base.sink import Parts
 from ckptkit.storage.base.store import (
     Abilities,
-    Closing,
     Entries,
     Names,
+    Parts,
     Stored,
     as_bytes,
-    checked_range,
     checked_size,
 )
+from ckptkit.storage.source import LocalSource
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _BOUNCE = 4 << 20
-_MOST_BUFFERS = 1024  # IOV_MAX: of one request
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -273,71 +269,6 @@ def _walked(
 
 def _absent(path: Path) -> NotFoundError:
     return NotFoundError("no such file", where=str(path), hint="check the path and the name")
-
-
-class LocalSource(Closing):
-    """A file open for reading, by exact ranges, from any thread."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-        # A pipe of that name would make open wait for its writer.
-        self._file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-        status = os.fstat(self._file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            self._file.close()
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        self.size = status.st_size
-        self._cached = CachedFile(self._file.fileno(), status)
-        self.lend = self._cached.lend
-        self.is_at_hand = self._cached.has
-
-    def read_into(self, offset: int, *buffers: memoryview) -> None:
-        if len(buffers) == 1 and offset >= 0:
-            # Nearly always that is all, and of rows of a few KiB all else would take longer.
-            # `suppress` alone takes as long as a small read.
-            try:
-                if os.preadv(self._file.fileno(), buffers, offset) == buffers[0].nbytes > 0:
-                    return
-            except (OSError, BufferError, TypeError, ValueError):
-                pass  # what is wrong is said below
-        left = [view for buffer in buffers if len(view := as_bytes(self._path, buffer))]
-        checked_range(self._path, self.size, offset, sum(map(len, left)))
-        with refusals(self._path):
-            descriptor = self._file.fileno()
-            while left:
-                count = os.preadv(descriptor, left[:_MOST_BUFFERS], offset)
-                if not count:
-                    raise CorruptionError(
-                        f"the file ends at byte {offset}, it had {self.size}",
-                        where=self._path,
-                        hint="another process cut it while it was read",
-                    )
-                offset += count
-                full = 0
-                while full < len(left) and count >= len(left[full]):
-                    count -= len(left[full])
-                    full += 1
-                left = left[full:]
-                if count:
-                    left[0] = left[0][count:]
-
-    def fetch(self, offset: int, length: int) -> memoryview:
-        return memoryview(self.read(offset, length))
-
-    def read(self, start: int = 0, length: int | None = None) -> bytes:
-        """Exactly these bytes."""
-        count = checked_range(self._path, self.size, start, length)
-        with refusals(self._path):
-            data = os.pread(self._file.fileno(), count, start)
-        if len(data) == count:
-            return data
-        whole = bytearray(count)
-        self.read_into(start, memoryview(whole))
-        return bytes(whole)
-
-    def close(self) -> None:
-        self._cached.close()
-        self._file.close()
 
 
 class LocalSink:

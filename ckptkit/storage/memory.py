@@ -13,13 +13,14 @@ from weakref import WeakValueDictionary
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
 from ckptkit.storage.base.location import Location, deletable_key, folder_of
 from ckptkit.storage.base.options import Address
-from ckptkit.storage.base.sink import BufferSink, Parts
 from ckptkit.storage.base.store import (
     Abilities,
+    BufferSink,
     Closing,
     Entries,
     KeyedStore,
     Names,
+    Parts,
     Stored,
     as_bytes,
     checked_range,

@@ -13,7 +13,7 @@ import ckptkit
 from ckptkit.checkpoint.read import reader
 from ckptkit.errors import CorruptionError
 from ckptkit.model import Box
-from ckptkit.storage.base.disk import DirectReads
+from ckptkit.storage.source import LocalSource
 from tests.checkpoint.saving import Tensor, random_values, same, save
 from tests.checkpoint.test_side_by_side import parts_of
 
@@ -41,13 +41,13 @@ def past_cache(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each request that went past the cache, which 1 MB is enough for."""
     monkeypatch.setattr(reader, "_LEAST_COLD", MB)
     found: list[int] = []
-    read = DirectReads.read
+    bring = LocalSource._bring
 
-    def noting(self: DirectReads, memory: memoryview, offset: int) -> int:
+    def noting(self: LocalSource, memory: memoryview, offset: int) -> int:
         found.append(len(memory))
-        return read(self, memory, offset)
+        return bring(self, memory, offset)
 
-    monkeypatch.setattr(DirectReads, "read", noting)
+    monkeypatch.setattr(LocalSource, "_bring", noting)
     return found
 
 

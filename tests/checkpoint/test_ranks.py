@@ -10,8 +10,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from ckptkit import FileBarrier, Ranks, ThreadBarrier
-from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
+from ckptkit.checkpoint.ranks import OneRank, failing_together
+from ckptkit.errors import CkptkitError, PeerError, StorageError, UnsupportedTypeError, UsageError
 from ckptkit.live.state.ranks import StoreRanks, World
 
 Make = Callable[[int, float], Sequence[Ranks]]
@@ -40,7 +40,7 @@ def at_once(
     def run(number: int) -> None:
         try:
             results[number] = action(barriers[number])
-        except PeerError as error:
+        except CkptkitError as error:
             errors[number] = error
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(barriers))]
@@ -134,6 +134,21 @@ def test_a_rank_that_left_in_an_earlier_round_is_not_waited_for(make: Make) -> N
     assert "gone" in str(errors[2])
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_of_one_rank_is_told_whole_to_all(make: Make, failing: int) -> None:
+    def work(barrier: Ranks) -> None:
+        with failing_together(barrier):
+            if barrier.rank == failing:
+                raise StorageError("no room", where="s3://a/b", value=7, hint="free some")
+            barrier.wait()
+
+    for rank, error in enumerate(at_once(make(3, 20), work)[1]):
+        assert isinstance(error, StorageError)
+        assert (error.where, error.value, error.hint) == ("s3://a/b", "7", "free some")
+        because = f"there is no new step, because of rank {failing}: StorageError: no room"
+        assert error.what == ("no room" if rank == failing else because)
+
+
 def test_a_rank_that_does_not_come_is_an_error_with_a_hint(make: Make) -> None:
     errors = at_once(make(3, 0.1)[:2], lambda barrier: barrier.wait())[1]
     for error in errors:
@@ -160,6 +175,6 @@ def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path, rank: int, ranks:
 def test_one_rank_waits_for_nobody() -> None:
     barrier = OneRank()
     barrier.wait()
-    assert barrier.leave("whatever") == "rank 0: whatever"
+    assert str(barrier.leave("whatever")) == "rank 0: whatever"
     assert barrier.share(lambda: "a") == "a"
     assert (barrier.rank, barrier.world_size) == (0, 1)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
-from ckptkit.live import load
+from ckptkit.live import StateMismatchError, load
 from tests.foreign.contract import ForeignContract, Sample, same
 from tests.foreign.jobs import as_numpy, network, trained, wanted_of
 from tests.foreign.test_torch_file import model
@@ -80,6 +80,16 @@ def test_what_accelerate_writes_is_a_folder_for_the_model_and_one_for_the_optimi
         assert set(checkpoint.arrays) == set(wanted)
         assert all(same(checkpoint[name][...], value) for name, value in wanted.items())
         assert all(info.of for info in checkpoint.manifest.arrays if info.role == "optimizer")
+    # A link to a folder is a folder; that of an optimizer whose save was interrupted is named.
+    (place / "optimizer_0").rename(tmp_path / "elsewhere")
+    (place / "optimizer_0").symlink_to(tmp_path / "elsewhere")
+    with ckptkit.open(place) as checkpoint:
+        assert set(checkpoint.arrays) == set(wanted)
+    (tmp_path / "elsewhere" / ".metadata").rename(tmp_path / "metadata")
+    with ckptkit.open(place) as checkpoint:
+        assert set(checkpoint.arrays) == {name for name in wanted if name.startswith("model/")}
+        assert "optimizer_0" in checkpoint.details["left_out"]
+    (tmp_path / "metadata").rename(tmp_path / "elsewhere" / ".metadata")
     # Of two models the second would be lost.
     saved({"model": network().state_dict()}, place / "pytorch_model_fsdp_1")
     with pytest.raises(FormatError, match="two folders have this, of two models") as caught:
@@ -87,6 +97,9 @@ def test_what_accelerate_writes_is_a_folder_for_the_model_and_one_for_the_optimi
     assert "pytorch_model_fsdp_1" in caught.value.hint
     with ckptkit.open(place / "pytorch_model_fsdp_1") as checkpoint:
         assert "model/0.weight" in checkpoint.arrays
+    (place / "pytorch_model_fsdp_1" / ".metadata").unlink()
+    with pytest.raises(FormatError, match=r"pytorch_model_fsdp_1/\.metadata"):
+        ckptkit.open(place)
     for number in (0, 1):
         shutil.rmtree(place / f"pytorch_model_fsdp_{number}")
     with pytest.raises(FormatError, match="no tensor is in"):
@@ -115,6 +128,38 @@ def test_objects_are_read_or_named(tmp_path: Path) -> None:
         (left_out,) = checkpoint.details["left_out"].items()
         assert left_out[0] == "config"
         assert "Custom" in left_out[1]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_optimizer_of_another_model_is_not_that_of_the_model(
+    number: int, tmp_path: Path
+) -> None:
+    """Its own `load_state_dict` takes over any shape, and the next step fails."""
+    net = network()
+    optimizer = torch.optim.AdamW(net.named_parameters())
+    net(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    saved_state = optimizer.state_dict()
+    saved_state["state"][number]["exp_avg"] = torch.ones(3, 2)
+    torch.save({"model": net.state_dict(), "optimizer": saved_state}, tmp_path / "a.pt")
+    with ckptkit.open(tmp_path / "a.pt") as it:
+        assert not [name for name in it.arrays if name.startswith("optimizer/")]
+        assert f"other/optimizer/state/{number}/exp_avg" in it.arrays
+        assert "has the shape (3, 2), the parameter" in it.details["other_shape"]
+    with pytest.raises(StateMismatchError, match="is of another model"):
+        load(tmp_path / "a.pt", model=net, optimizer=optimizer)
+
+
+def test_optimizers_may_have_states_of_other_shapes(tmp_path: Path) -> None:
+    net = network()
+    optimizer = torch.optim.Adafactor(net.named_parameters())
+    net(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "a.pt")
+    with ckptkit.open(tmp_path / "a.pt") as it:
+        assert [name for name in it.arrays if name.endswith("row_var")]
+        assert not [name for name in it.arrays if name.startswith("other/")]
 
 
 @pytest.mark.parametrize("as_names", [False, True])

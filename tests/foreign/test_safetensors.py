@@ -307,12 +307,17 @@ def test_optimizers_in_folders_beside_a_model_are_named(tmp_path: Path) -> None:
     for folder in ("optimizer_0", "optimizer_1", "logs"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / ".metadata").touch()
+    (tmp_path / "optimizer_2").symlink_to("nowhere")
     with ckptkit.open(tmp_path) as checkpoint:
         left_out = checkpoint.details["left_out"]
     why = "a checkpoint of its own that is not read: name its folder"
-    assert left_out == {"optimizer_0": why, "optimizer_1": why}
+    cut = "it has no .metadata: not written whole, or not copied whole"
+    assert left_out == {"optimizer_0": why, "optimizer_1": why, "optimizer_2": cut}
     (tmp_path / "optimizer_1" / ".metadata").unlink()
     with pytest.raises(FormatError, match=r"optimizer_0/\.metadata"):
         ckptkit.open(tmp_path)
+    (tmp_path / "optimizer_0" / ".metadata").unlink()
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert checkpoint.details["left_out"] == {f"optimizer_{n}": cut for n in range(3)}
     with ckptkit.open(tmp_path / "model.safetensors") as checkpoint:
         assert set(checkpoint.arrays) == {"model/w"}

@@ -157,11 +157,11 @@ def test_going_back_is_for_damage_only(gloo: Pool, tmp_path: Path) -> None:
 
 
 def list_nothing(location: str) -> str:
-    def refuse(self: Run) -> list[int]:
+    def refuse(self: Run) -> int:
         raise StorageError("cannot list")
 
     with (
-        patch.object(Run, "steps", refuse),
+        patch.object(Run, "latest", refuse),
         Checkpointer(location, timeout=20) as checkpointer,
         pytest.raises(CkptkitError) as caught,
     ):

@@ -219,7 +219,7 @@ def load_without_memory(location: str) -> list[Any]:
     model = DistributedDataParallel(wide_model())
     started = time.monotonic()
 
-    circle = restore._Circle
+    circle = restore._FillByTurns
 
     def with_memory(*args: Any) -> Any:
         if dist.get_rank() == 1:
@@ -227,7 +227,7 @@ def load_without_memory(location: str) -> list[Any]:
         return circle(*args)
 
     with (
-        patch.object(restore, "_Circle", with_memory),
+        patch.object(restore, "_FillByTurns", with_memory),
         pytest.raises((CkptkitError, MemoryError)) as caught,
     ):
         load(location, model=model, read_once=True, timeout=20)
@@ -244,7 +244,7 @@ def test_a_rank_without_memory_keeps_nobody_waiting(gloo: Pool, tmp_path: Path) 
 def load_noting_circles(layout: str, location: str) -> list[int]:
     """How many earlier circles are in memory when each is made."""
     job = build(layout, seed=9)
-    circle, made, left = restore._Circle, list[Any](), list[int]()
+    circle, made, left = restore._FillByTurns, list[Any](), list[int]()
 
     def noted(*args: Any) -> Any:
         left.append(sum(each() is not None for each in made))
@@ -252,7 +252,7 @@ def load_noting_circles(layout: str, location: str) -> list[int]:
         made.append(weakref.ref(new))
         return new
 
-    with patch.object(restore, "_Circle", noted):
+    with patch.object(restore, "_FillByTurns", noted):
         load(location, model=job.model, read_once=True)
     return left
 

@@ -13,6 +13,7 @@ import torch
 from ckptkit.errors import PeerError
 from ckptkit.live.state import sockets
 from ckptkit.live.state.sockets import Listener, connect, receive
+from ckptkit.live.state.tensors import TensorForm
 
 TOKEN = b"t" * 16
 
@@ -97,6 +98,6 @@ def test_a_message_has_its_tensors_as_they_are_and_no_more_than_is_asked_for() -
         with pytest.raises(PeerError, match="more tensors than there are"):
             sockets.hear(other, 12)
     with pytest.raises(PeerError, match="no tensor of this protocol"):
-        sockets.empty_of("float32 -1")
+        TensorForm.heard(["float32", [-1]])
     with pytest.raises(PeerError, match="no tensor of this protocol"):
-        sockets.empty_of("nn 1")
+        TensorForm.heard(["nn", [1]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ckptkit
-from ckptkit.page.facts import step_facts
+from ckptkit.page import step_facts
 from ckptkit.storage import MemoryStore
 
 

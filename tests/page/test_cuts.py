@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.model import Strategy, layout_of, parse_placement, placement_to_doc
-from ckptkit.page.view import page_of
+from ckptkit.page import page_of
 from tests.page.browser import Browser
 from tests.page.facts import no_facts
 

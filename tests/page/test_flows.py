@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import ckptkit
+from ckptkit import page
 from ckptkit.model import Box
-from ckptkit.page.facts import flows_of
+from ckptkit.page import flows_of
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Tensor, random_values, save
 
@@ -63,10 +64,11 @@ def test_flows_are_those_of_each_element(tmp_path: Path, to: str) -> None:
     assert flows["in_place"] == round(stays)
 
 
-def test_too_many_parts_are_not_followed(tmp_path: Path) -> None:
+def test_too_many_parts_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"model/w{number}": Tensor(random_values((9 + number, 2))) for number in range(7)}
     save(tmp_path, state)
     rows = {"rules": [{"match": "*", "tp": "shard(0)"}]}
     few = ckptkit.plan_reshard(tmp_path, MemoryStore(), to="tp:9", rules=rows)
     assert flows_of(few) is not None
-    assert flows_of(few, most_parts=30) is None
+    monkeypatch.setattr(page, "_MOST_PARTS", 30)
+    assert flows_of(few) is None

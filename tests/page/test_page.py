@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import ckptkit
 from ckptkit.model import Shard, layout_of, parse_placement
-from ckptkit.page.view import page_of
+from ckptkit.page import page_of
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Tensor, add, random_values, save, save_by
 from tests.cli.programs import ckpt, document

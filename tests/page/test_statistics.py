@@ -9,7 +9,7 @@ import pytest
 import ckptkit
 from ckptkit.checkpoint.read.stream import LEAST_MEMORY, Limits
 from ckptkit.model import DTYPES
-from ckptkit.page.facts import OCTAVES, statistics_of
+from ckptkit.page import OCTAVES, statistics_of
 from tests.checkpoint.saving import Tensor, random_values, save
 
 

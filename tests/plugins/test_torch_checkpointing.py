@@ -272,6 +272,5 @@ def test_names_elsewhere_are_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_another_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(checkpoint_writer, "DEFAULT_TEMP_DIR_PREFIX")
     monkeypatch.delitem(sys.modules, "ckptkit.plugins.torch_checkpointing")
-    monkeypatch.delitem(sys.modules, "ckptkit.plugins.torch_checkpointing.storage")
     with pytest.raises(UsageError, match=r"made for torch_checkpointing 0\.1, this is"):
         importlib.import_module("ckptkit.plugins.torch_checkpointing")

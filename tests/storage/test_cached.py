@@ -15,7 +15,7 @@ import pytest
 from ckptkit.errors import CorruptionError
 from ckptkit.storage import LocalStore
 from ckptkit.storage.base.buffers import PAGE, address_of, default_pool
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.source import LocalSource
 
 MB = 1 << 20
 DATA = memoryview(os.urandom(8 * MB + 1000))

@@ -32,7 +32,7 @@ class TestLocalStoreInSharedMemory(StoreContract):
 class TestLocalStoreWithoutDirectWrites(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-        monkeypatch.setattr("ckptkit.storage.base.disk._O_DIRECT", 0)
+        monkeypatch.setattr("ckptkit.storage.base.disk.O_DIRECT", 0)
         return LocalStore(tmp_path)
 
 

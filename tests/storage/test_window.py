@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ckptkit.storage.base.buffers import default_pool
-from ckptkit.storage.base.sink import piece_size
+from ckptkit.storage.base.store import piece_size
 from ckptkit.storage.objects import upload as window_module
 from ckptkit.storage.objects.fsspec import pieces_of
 from ckptkit.storage.objects.upload import Stopped, UploadWindow

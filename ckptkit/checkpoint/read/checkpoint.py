@@ -252,7 +252,7 @@ class Checkpoint(Closing):
     def show(self, **options: Any) -> Inline:
         """The page of `ckptkit.view`, which takes these options, as the result of a cell."""
         # By its name: pages stand on steps, and nothing that a step does needs one.
-        return Inline(import_module("ckptkit.page.view").view(self.place, **options))
+        return Inline(import_module("ckptkit.page").view(self.place, **options))
 
     def _ipython_key_completions_(self) -> list[str]:
         return natural_order(self._places)

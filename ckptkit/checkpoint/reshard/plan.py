@@ -57,7 +57,7 @@ from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import pack_name
 from ckptkit.model import Box, Strategy
 from ckptkit.model.document import counted, parse_size, size_text
-from ckptkit.model.pictures import card, mesh_picture, sizes_picture
+from ckptkit.model.pictures import bytes_picture, card, mesh_picture
 from ckptkit.storage import Options, Store
 
 # What a chunk adds to a manifest, and about what an array does.
@@ -257,7 +257,7 @@ class ReshardPlan(ReshardCost):
             self.facts(),
             mesh_picture(self.checkpoint.strategy),
             mesh_picture(self.target.strategy),
-            sizes_picture(self.bytes_by_rank, "bytes by rank"),
+            bytes_picture(self.bytes_by_rank),
         )
 
     @uncollected()

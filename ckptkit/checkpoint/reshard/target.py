@@ -36,7 +36,7 @@ from ckptkit.plan.cuts import Tensor
 from ckptkit.plan.place import decide, place
 from ckptkit.plan.read import spread
 from ckptkit.storage import Options, Store
-from ckptkit.storage.base.sink import piece_size
+from ckptkit.storage.base.store import piece_size
 from ckptkit.version import __version__
 
 # What a source says of itself, and no longer of what is made of it.

@@ -389,13 +389,10 @@ def _line(doc: Mapping[str, Any], sides: Sequence[str], where: str) -> NameLine:
         tuple(each) if type(each) is list else (each,) for each in (doc[side] for side in sides)
     )
     patterns = [document.text(pattern, where) for pattern in (*first, *second)]
-    if (
-        not first
-        or not second
-        or min(len(first), len(second)) > 1
-        or len(set(patterns)) < len(patterns)
-    ):
+    if not first or not second or min(len(first), len(second)) > 1:
         raise FormatError("must have one name on one side at least", where=where, value=dict(doc))
+    if any(len(set(side)) < len(side) for side in (first, second)):
+        raise FormatError("must have each name of a side once", where=where, value=dict(doc))
     if len({pattern.count("*") for pattern in patterns}) > 1:
         raise FormatError("must have as many * in each name", where=where, value=dict(doc))
     several = max(len(first), len(second))

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
 from ckptkit.checkpoint.places import data_prefix, described, read_manifest, step_name, stored_size
-from ckptkit.checkpoint.ranks import Ranks, in_one_line
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
-from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, remove
+from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, prune, remove
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
 from ckptkit.checkpoint.write.assemble import assemble
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard, tell_commit
@@ -267,12 +267,7 @@ class Mirror:
         if up_to is None or ranks.rank > 0:
             return
         if not rules.is_all:
-            Run(self.remote).prune(
-                keep_last=rules.keep_last,
-                keep_every=rules.keep_every,
-                keep=rules.keep,
-                up_to=up_to,
-            )
+            prune(self.remote, rules, up_to=up_to)
         if rules.nearby.is_all:
             return
         removals = plan_prune(self.local, rules.nearby, grace=ABANDONED, up_to=up_to)
@@ -299,7 +294,7 @@ def _leaving(ranks: Ranks) -> Iterator[None]:
     except UnsoundStepError:
         raise
     except BaseException as error:
-        ranks.leave(in_one_line(error))
+        ranks.leave(error)
         raise
 
 

@@ -38,7 +38,6 @@ from ckptkit.storage import Options, Store, Stored
 if TYPE_CHECKING:
     from ckptkit.checkpoint.read.checkpoint import Checkpoint
 
-
 _SHOWN = 20
 # Seconds after which what no manifest names is taken for abandoned.
 ABANDONED = 3600.0
@@ -92,7 +91,7 @@ class Run:
 
     def show(self, **options: Any) -> Inline:
         """The page of its newest step, as `Checkpoint.show`."""
-        return Inline(import_module("ckptkit.page.view").view(self._store, **options))
+        return Inline(import_module("ckptkit.page").view(self._store, **options))
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
@@ -102,9 +101,8 @@ class Run:
         """The newest committed step, or None: the one with the highest number, whenever it was
         saved.
         """
-        newest_first = sorted(step_folders(self._store).items(), reverse=True)
-        sized = ((step, manifest_size(self._store, name)) for step, name in newest_first)
-        return next((step for step, size in sized if size), None)
+        folders = sorted(step_folders(self._store).items(), reverse=True)
+        return next((step for step, name in folders if manifest_size(self._store, name)), None)
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Open a step, the newest committed one by default."""
@@ -184,15 +182,7 @@ class Run:
     ) -> list[Removal]:
         """Delete what `plan_prune` lists; returns it."""
         retention = Retention(keep_last, keep_every, keep=frozenset(keep))
-        plan = plan_prune(self._store, retention, grace=grace, up_to=up_to)
-        by_age = grace > 0 and any(removal.kind != "step" for removal in plan)
-        if by_age and self._store.abilities.clock_of_its_own:
-            # To a clock of ours that is ahead of the store's, a save under way looks old. That is
-            # asked only where something seems to be old: it takes a write and a listing.
-            now = clock_of(self._store)
-            plan = plan_prune(self._store, retention, grace=grace, up_to=up_to, now=now)
-        remove(self._store, plan)
-        return plan
+        return prune(self._store, retention, grace=grace, up_to=up_to)
 
     def delete(self, steps: Iterable[int]) -> None:
         """Delete steps, committed or not: the manifest first, so that no crash leaves half a
@@ -329,7 +319,6 @@ def plan_prune(
     """
     links = store.links()
     folders = {step: name for step, name in step_folders(store).items() if name not in links}
-
     unreadable: list[str] = []
 
     def read(folder: str) -> Manifest | None:
@@ -374,6 +363,21 @@ def plan_prune(
         left = _leftovers(store.leftovers(), before)
         removals += [removal for removal in left if removal.step not in unknown]
     return sorted(removals, key=lambda removal: -1 if removal.step is None else removal.step)
+
+
+def prune(
+    store: Store, retention: Retention, *, grace: float = ABANDONED, up_to: int | None = None
+) -> list[Removal]:
+    """Delete what `plan_prune` finds by the store's clock; returns it."""
+    plan = plan_prune(store, retention, grace=grace, up_to=up_to)
+    by_age = grace > 0 and any(removal.kind != "step" for removal in plan)
+    if by_age and store.abilities.clock_of_its_own:
+        # To a clock of ours that is ahead of the store's, a save under way looks old. That is
+        # asked only where something seems to be old: it takes a write and a listing.
+        now = clock_of(store)
+        plan = plan_prune(store, retention, grace=grace, up_to=up_to, now=now)
+    remove(store, plan)
+    return plan
 
 
 def remove(store: Store, removals: Sequence[Removal]) -> None:
@@ -459,10 +463,9 @@ def _orphans(
         if save_id != named and save_id not in links:
             entries = store.list(data_prefix(folder, save_id))
             if _old(entries, before):
-                keys = [entry.key for entry in entries]
-                keys = keys or [f"{data_prefix(folder, save_id)}/{_NOTHING}"]
-                total = _total(entries)
-                found.append(Removal("orphan", step, folder, save_id, total, tuple(keys)))
+                keys = tuple(entry.key for entry in entries)
+                keys = keys or (f"{data_prefix(folder, save_id)}/{_NOTHING}",)
+                found.append(Removal("orphan", step, folder, save_id, _total(entries), keys))
     return found
 
 

@@ -9,14 +9,13 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from operator import call
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
-from ckptkit.checkpoint.ranks import Ranks, in_one_line, ranks_for
+from ckptkit.checkpoint.ranks import Ranks, ranks_for
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, share_out, uncollected
 from ckptkit.checkpoint.write.commit import (
     commit,
@@ -264,7 +263,7 @@ class Writer:
             self._pack.stage(pool or default_pool(), threads or self._threads)
         except BaseException as error:
             # Memory that is half filled would be written, with checksums of what is in it.
-            self.abort(in_one_line(error))
+            self.abort(error)
             raise
         # The copy is what counts now: the caller may free what it is of.
         self._arrays.clear()
@@ -334,10 +333,10 @@ class Writer:
                 self._gather_and_commit(save_id, sizes)
             tell_commit(ranks, store, prefix, save_id)
         except BaseException as error:
-            self._give_up(in_one_line(error))
+            self._give_up(error)
             raise
 
-    def abort(self, problem: str = "the save was given up") -> None:
+    def abort(self, problem: BaseException | str = "the save was given up") -> None:
         """Tell the other ranks that there will be no step; leaving the block by an exception
         does this.
         """
@@ -348,14 +347,9 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         if error is not None:
-            self.abort(in_one_line(error))
+            self.abort(error)
         elif not self._done:
             self.commit()
 
@@ -396,7 +390,7 @@ class Writer:
             # The same table, read already, which the next save need not do again.
             self.plan.table = self._tables.first
 
-    def _give_up(self, problem: str) -> None:
+    def _give_up(self, problem: BaseException | str) -> None:
         if self._pack is not None:
             self._pack.release()
         self._ranks.leave(problem)

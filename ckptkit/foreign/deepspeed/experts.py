@@ -18,9 +18,7 @@ from ckptkit.errors import FormatError
 from ckptkit.foreign.deepspeed.files import (
     MIXED,
     NOT_COPIED,
-    OTHERWISE,
     ModelPart,
-    TagFiles,
     read_tree,
 )
 from ckptkit.foreign.deepspeed.model_parallel import same_on_all
@@ -44,8 +42,6 @@ _OF_RANKS = re.compile(r"ep_size_(\d{1,9})")
 class SharedExperts:
     """The experts of a model."""
 
-    tensors: dict[str, StateTensor] = field(default_factory=dict)
-    """By their names in the whole model, in its order."""
     counts: dict[str, int] = field(default_factory=dict)
     """How many there are, by what the names of a layer's begin with, or by the name of the
     parameter that is all of them.
@@ -113,37 +109,43 @@ class SharedExperts:
         return Owner(int(match["expert"]) // (count // teams)) if match else Shard(0)
 
 
-def read_experts(folder: Folder, files: TagFiles, parts: Sequence[ModelPart]) -> SharedExperts:
-    """What the files of experts have, none of which is missing."""
-    first = parts[0]
-    said = first.tree.get("num_experts")
-    counts = document.integers([] if said is None else said, f"{first.where}: num_experts")
-    config = first.tree.get("ds_config")
+def read_experts(
+    folder: Folder, parts: Sequence[ModelPart], *, is_universal: bool
+) -> SharedExperts:
+    """What the files of experts have, none of which is missing; stages of a pipeline have layers of
+    their own.
+    """
+    config = parts[0].tree.get("ds_config")
     config = config if isinstance(config, dict) else {}
     found = SharedExperts(is_data_first=bool(config.get("use_data_before_expert_parallelism")))
-    if (counts or files.experts) and len(parts) > 1:
-        raise FormatError(
-            "experts (MoE) beside tensor parallelism or a pipeline are not read here",
-            where=first.where,
-            hint=OTHERWISE,
-        )
-    told = _told(first)
-    found.paths = [*told]
-    if first.stage == 3 or files.universal:  # what there is of experts lies with the rest
+    for rank, part in enumerate(parts):
+        _read_part(folder, rank, part, found, is_universal=is_universal)
+    return found
+
+
+def _read_part(
+    folder: Folder, rank: int, part: ModelPart, found: SharedExperts, *, is_universal: bool
+) -> None:
+    """Add the experts of a rank of model parallelism."""
+    said = part.tree.get("num_experts")
+    counts = document.integers([] if said is None else said, f"{part.where}: num_experts")
+    told = _told(part)
+    found.paths += told
+    if part.stage == 3 or is_universal:  # what there is of experts lies with the rest
         kinds = ("w1", "w2", "w3")
-        found.counts = {f"{path}experts.{it}": n for path, n in told.items() for it in kinds}
-        if files.universal:
-            return found
+        found.counts |= {f"{path}experts.{it}": n for path, n in told.items() for it in kinds}
+        if is_universal:
+            return
         counts = ()
-    for layer in sorted({*files.experts, *range(len(counts))}):
-        there = files.experts.get(layer, {})
+    for layer in sorted({*part.files.experts, *range(len(counts))}):
+        there = part.files.experts.get(layer, {})
         count = counts[layer] if layer < len(counts) else 0
         missing = next((n for n in range(count) if n not in there), None)
         if missing is not None:
-            name = f"layer_{layer}_expert_{missing}_mp_rank_00_model_states.pt"
+            name = f"layer_{layer}_expert_{missing}_mp_rank_{rank:02d}_model_states.pt"
             raise FormatError(
                 "the file of an expert is missing",
-                where=folder.where(f"{files.tag}{name}"),
+                where=f"{part.where.rpartition('/')[0]}/{name}",
                 hint=NOT_COPIED,
             )
         if len(there) > count:
@@ -152,12 +154,14 @@ def read_experts(folder: Folder, files: TagFiles, parts: Sequence[ModelPart]) ->
                 where=folder.where(there[max(there)]),
                 hint="the files are of different saves: remove those that are too many",
             )
-        _read_layer(folder, [there[number] for number in range(count)], found)
-    return found
+        part.experts |= _read_layer(folder, [there[number] for number in range(count)], found)
 
 
-def _read_layer(folder: Folder, files: Sequence[str], found: SharedExperts) -> None:
-    """Add the experts of a layer, by number."""
+def _read_layer(
+    folder: Folder, files: Sequence[str], found: SharedExperts
+) -> dict[str, StateTensor]:
+    """The tensors of the experts of a layer, by number; how many there are is added."""
+    tensors: dict[str, StateTensor] = {}
     slices: dict[str, list[StateTensor]] = {}
     first: set[tuple[str, str]] = set()
     for number, key in enumerate(files):
@@ -176,7 +180,7 @@ def _read_layer(folder: Folder, files: Sequence[str], found: SharedExperts) -> N
                 )
             names.add((match["layer"], match["inner"]))
             if match["inner"]:
-                found.tensors[name] = value
+                tensors[name] = value
             else:
                 slices.setdefault(match["layer"], []).append(value)
         first = first or names
@@ -195,7 +199,8 @@ def _read_layer(folder: Folder, files: Sequence[str], found: SharedExperts) -> N
         found.counts[layer] = len(files)
     for name, each in slices.items():
         shape = (len(each), *each[0].shape)
-        found.tensors[name] = _stacked(name, shape, each, folder.where(files[0]))
+        tensors[name] = _stacked(name, shape, each, folder.where(files[0]))
+    return tensors
 
 
 def _stacked(
@@ -227,14 +232,14 @@ def _told(part: ModelPart) -> dict[str, int]:
     return found
 
 
-def read_optimizers(
-    folder: Folder, files: TagFiles, part: ModelPart, experts: SharedExperts
-) -> list[dict[str, Any]]:
-    """What the optimizers say, of all ranks that have all experts among them; without ZeRO."""
-    keys = [files.expert_optimizers[rank] for rank in range(len(files.expert_optimizers))]
+def read_optimizers(folder: Folder, rank: int, part: ModelPart) -> list[dict[str, Any]]:
+    """What the optimizers say, of all ranks that have all experts of a part of the model among
+    them; without ZeRO.
+    """
+    files = part.files.expert_optimizers
     found: list[dict[str, Any]] = []
-    ranks = int(bool(experts.counts and part.tree.get("optimizer")))
-    for key in keys:
+    ranks = int(bool(part.experts and part.tree.get("optimizer")))
+    for key in (files[number] for number in range(len(files))):
         said = read_tree(folder, key).get("optimizer")
         if not isinstance(said, dict):
             raise FormatError("no optimizer is in the file", where=folder.where(key))
@@ -245,11 +250,11 @@ def read_optimizers(
         names = [each.get("name") for each in groups if isinstance(each, dict)]
         told = [int(match[1]) for it in names if (match := _OF_RANKS.fullmatch(str(it)))]
         ranks = max(ranks, *told, 0)
-    if len(keys) < ranks:
-        name = f"expp_rank_{len(keys)}_mp_rank_00_optim_states.pt"
+    if len(files) < ranks:
+        name = f"expp_rank_{len(files)}_mp_rank_{rank:02d}_optim_states.pt"
         raise FormatError(
             f"the optimizers of {ranks} ranks belong together, that of one is missing",
-            where=folder.where(f"{files.tag}{name}"),
+            where=f"{part.where.rpartition('/')[0]}/{name}",
             hint=NOT_COPIED,
         )
     return found

@@ -42,6 +42,15 @@ class RankFiles:
 
     models: dict[int, str] = field(default_factory=dict)
     optimizers: dict[int, str] = field(default_factory=dict)
+    experts: dict[int, dict[int, str]] = field(default_factory=dict)
+    """By layer, and by number of the expert in it."""
+    expert_optimizers: dict[int, str] = field(default_factory=dict)
+    """By rank of expert parallelism."""
+
+    @property
+    def all(self) -> list[str]:
+        groups = [self.models, self.optimizers, *self.experts.values(), self.expert_optimizers]
+        return [key for group in groups for key in group.values()]
 
 
 @dataclass(slots=True)
@@ -54,18 +63,13 @@ class TagFiles:
     """By rank of model parallelism."""
     layers: dict[int, dict[int, str]] = field(default_factory=dict)
     """The files of the layers of a pipeline, by rank of tensor parallelism."""
-    experts: dict[int, dict[int, str]] = field(default_factory=dict)
-    """By layer, and by number of the expert in it."""
-    expert_optimizers: dict[int, str] = field(default_factory=dict)
-    """By rank of expert parallelism."""
     universal: list[str] = field(default_factory=list)
     """The files of a Universal Checkpoint."""
 
     @property
     def all(self) -> list[str]:
-        groups = [it for rank in self.ranks.values() for it in (rank.models, rank.optimizers)]
-        groups += [*self.layers.values(), *self.experts.values(), self.expert_optimizers]
-        return [*(key for group in groups for key in group.values()), *self.universal]
+        layers = [key for group in self.layers.values() for key in group.values()]
+        return [*(key for it in self.ranks.values() for key in it.all), *layers, *self.universal]
 
 
 @dataclass(slots=True)
@@ -75,6 +79,7 @@ class ModelPart:
     """
 
     where: str
+    files: RankFiles
     models: list[dict[str, Any]]
     """What one file has; of stage 3 what the files of all ranks of data parallelism have."""
     optimizers: list[tuple[str, Any]]
@@ -82,10 +87,18 @@ class ModelPart:
     """How many ranks of data parallelism there are."""
     stage: int
     reordered: bool
+    experts: dict[str, Any] = field(default_factory=dict)
+    """Their tensors, by their names in the whole model."""
 
     @property
     def tree(self) -> dict[str, Any]:
         return self.models[0]
+
+    @property
+    def module(self) -> dict[str, Any]:
+        """What of the model is in its own files; of a pipeline most is in those of layers."""
+        said = self.tree.get("module")
+        return {**(said if isinstance(said, dict) else {}), **self.experts}
 
     def names(self, key: str) -> list[str]:
         said = self.tree.get(key)
@@ -137,10 +150,12 @@ def find_files(folder: Folder) -> TagFiles:
                     where=folder.where(key),
                     hint=OTHERWISE,
                 )
-            of_layer = found.experts.setdefault(int(match["layer"]), {})
+            rank = found.ranks.setdefault(int(match["mp"]), RankFiles())
+            of_layer = rank.experts.setdefault(int(match["layer"]), {})
             _add(folder, of_layer, int(match["expert"]), key)
         elif match := _OF_EXPERTS.fullmatch(name):
-            _add(folder, found.expert_optimizers, int(match["ep"]), key)
+            rank = found.ranks.setdefault(int(match["mp"]), RankFiles())
+            _add(folder, rank.expert_optimizers, int(match["ep"]), key)
         elif name.startswith(UNIVERSAL):
             found.universal.append(key)
         for pattern in (_MODEL, _OPTIMIZER):
@@ -157,6 +172,7 @@ def find_files(folder: Folder) -> TagFiles:
             )
         _check_all(folder, rank.models, len(rank.models))
         _check_all(folder, rank.optimizers, len(rank.optimizers))
+        _check_all(folder, rank.expert_optimizers, len(rank.expert_optimizers), "expp")
     if not found.ranks:
         raise FormatError(
             "the file of the model is missing",
@@ -165,7 +181,6 @@ def find_files(folder: Folder) -> TagFiles:
         )
     first_files = {number: rank.models[0] for number, rank in found.ranks.items()}
     _check_all(folder, first_files, len(found.ranks), "mp")
-    _check_all(folder, found.expert_optimizers, len(found.expert_optimizers), "expp")
     for others in found.layers.values():
         if others.keys() != next(iter(found.layers.values())).keys():
             raise FormatError(
@@ -263,7 +278,7 @@ def read_part(folder: Folder, rank: RankFiles, *, is_universal: bool) -> ModelPa
             )
     reordered = world > 1 and bool(said.get("round_robin_gradients"))
     found = [optimizers[dp] for dp in range(len(optimizers))]
-    return ModelPart(where, models, found, world, stage, reordered)
+    return ModelPart(where, rank, models, found, world, stage, reordered)
 
 
 def read_tree(folder: Folder, key: str) -> dict[str, Any]:

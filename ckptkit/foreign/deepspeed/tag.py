@@ -15,6 +15,7 @@ from ckptkit.errors import FormatError
 from ckptkit.foreign.deepspeed.experts import SharedExperts, by_order, read_experts, read_optimizers
 from ckptkit.foreign.deepspeed.files import (
     MIXED,
+    OTHERWISE,
     ModelPart,
     TagFiles,
     find_files,
@@ -41,6 +42,7 @@ from ckptkit.foreign.extents import ForeignArray, ForeignStep
 from ckptkit.foreign.folder import Folder, config_of
 from ckptkit.foreign.samples import check_copies, check_step
 from ckptkit.foreign.states import StateTensor, states_of
+from ckptkit.format.names import BY_ORDER
 from ckptkit.model import (
     Axis,
     Mesh,
@@ -72,10 +74,18 @@ def read_deepspeed(folder: Folder) -> ForeignStep:
         for key in ("global_steps", "dp_world_size"):
             if len({(repr(each.tree.get(key)), each.stage) for each in (part, parts[0])}) > 1:
                 raise FormatError(f"{key} is not that of rank 0", where=part.where, hint=MIXED)
-    experts = read_experts(folder, files, parts)
 
     # The stages of a pipeline make a model, of which ranks of tensor parallelism have columns.
     stages, columns = degrees(parts[0].tree, len(parts), files.layers, where)
+    has_experts = any(part.tree.get("num_experts") or part.files.experts for part in parts)
+    if has_experts and (columns > 1 or (is_universal and stages > 1)):
+        raise FormatError(
+            "experts (MoE) beside tensor parallelism are not read here, nor the Universal "
+            "Checkpoint of a pipeline with experts",
+            where=where,
+            hint=OTHERWISE,
+        )
+    experts = read_experts(folder, parts, is_universal=is_universal)
     whole = None
     if files.universal:
         shapes = [_shapes(part, {}, experts) for part in parts]
@@ -122,16 +132,18 @@ def _read_stages(
     of their copies, and what only the model's files have. What was read is added to `zeros`.
     """
     first, where = mine[0], mine[0].where
-    module: Any = first.tree.get("module")
+    module: dict[str, Any] = {}
     known = {name for part in mine for row in _shapes(part, {}, experts) for name in row}
     model = ParallelModel(buffers={name for part in mine for name in part.names("buffer_names")})
     if layers:
         module = named(layers, known | model.buffers, where)
-    elif module is None and whole:  # of a pipeline, whose layers' files are not copied along
+    elif whole and first.tree.get("module") is None:
+        # Of a pipeline, whose layers' files are not copied along.
         module = {name: whole.weights[name] for name in known}
-    if not isinstance(module, dict):
+    for part in mine:  # with experts a stage has no files of layers
+        module |= {name: value for name, value in part.module.items() if name not in module}
+    if not module:
         raise FormatError("the file has no model", where=where)
-    module = {**module, **experts.tensors}
     weights: dict[str, StateTensor] = {}
     several: set[str] = set()
     for stage, part in enumerate(mine):
@@ -237,34 +249,34 @@ def _as_step(
     rest = {k: v for k, v in first.tree.items() if k not in _LAYOUT and v is not None}
     left_out: dict[str, str] = {}
     is_by_order = False
+    by_part = [read_optimizers(folder, rank, part) for rank, part in enumerate(parts)]
+    of_experts = [own for owns in by_part for own in owns]
     if zeros:
         states = {name: state for name, state in model.states.items() if state}
-        tree["optimizer"] = {"state": states, "param_groups": groups_of(zeros)}
+        groups = groups_of([zero.groups for zero in zeros])
+        tree["optimizer"] = {"state": states, "param_groups": groups}
         for zero in zeros:
             left_out |= zero.left_out
             rest |= {"loss_scaler": dict(zero.scaler)} if zero.scaler else {}
-    elif owns := read_optimizers(folder, files, first, experts) or [
+    elif owns := of_experts or [
         own for part in parts if isinstance(own := part.tree.get("optimizer"), dict)
     ]:
         inner = [own.get("optimizer_state_dict", own) for own in owns]
         tree["optimizer"] = inner[0] if len(inner) == 1 else inner
-        if files.expert_optimizers:
-            firsts = {t.identity: n for n, t in reversed(model.tensors.items())}
-            names = {n for n in firsts.values() if n not in model.buffers}
-            by_name = {n: t for n, t in model.tensors.items() if n in names}
-            one = by_order(inner, by_name, experts, first.where)
+        if of_experts:
+            one = _optimizer_of_experts(model, parts, by_part, experts)
             is_by_order = one is not None
             tree["optimizer"] = inner if one is None else one
-            experts.degrees.add(len(inner))
+            experts.degrees |= {len(each) for each in by_part}
         more = [{k: v for k, v in own.items() if k != "optimizer_state_dict"} for own in owns]
         for number, own in enumerate(more if inner[0] is not owns[0] else ()):
-            rest |= {f"rank.{number}": own} if files.expert_optimizers else own
+            rest |= {f"rank.{number}": own} if of_experts else own
     # What is saved along may have any name.
     tree |= {f"client.{key}" if key in tree else key: value for key, value in rest.items()}
     found = states_of(tree, folder.where(files.tag).rstrip("/"), model.buffers)
     if not sizes and first.tree.get("module") is None:
         left_out["layer_…-model_states.pt"] = "buffers and frozen parameters, in no file here"
-    found.is_by_order |= is_by_order
+    found.noted |= {"optimizer": BY_ORDER} if is_by_order else {}
     found.left_out |= left_out
     details: dict[str, Any] = {}
     if model.copies:
@@ -272,7 +284,7 @@ def _as_step(
         details["copies"] = f"{len(model.copies)} in {kinds}, left out for the master weights"
     # Names of files alone tell them apart where ranks have as much each, and nothing twice.
     is_unsure = first.stage == 3 and first.world > 1 and zeros and sizes
-    if is_unsure or len(files.expert_optimizers) > 1:
+    if is_unsure or len(of_experts) > 1:
         details["not_checked"] = "of which rank a file is, but by its name"
     if model.of_rank_0:
         details["of_rank_0"] = sorted(model.of_rank_0)
@@ -291,6 +303,30 @@ def _as_step(
         details=details,
         sizes=config_of(folder),
     )
+
+
+def _optimizer_of_experts(
+    model: ParallelModel,
+    parts: Sequence[ModelPart],
+    by_part: Sequence[Sequence[Mapping[str, Any]]],
+    experts: SharedExperts,
+) -> dict[str, Any] | None:
+    """One optimizer of those that the ranks of each stage have of a part of the experts."""
+    firsts = {t.identity: n for n, t in reversed(model.tensors.items())}
+    names = {n for n in firsts.values() if n not in model.buffers}
+    states: dict[str, dict[str, Any]] = {}
+    groups: list[Any] = []
+    for part, owns in zip(parts, by_part, strict=True):
+        mine = {n: model.tensors[n] for n in part.module if n in names}
+        inner = [own.get("optimizer_state_dict", own) for own in owns]
+        if not inner or (one := by_order(inner, mine, experts, part.where)) is None:
+            return None
+        for name, state in one["state"].items():
+            # Stages share what is tied.
+            for key, value in states.setdefault(name, state).items():
+                same_on_all(f"{name}/{key}", [value, state.get(key)], part.where)
+        groups.append(one["param_groups"])
+    return {"state": states, "param_groups": groups_of(groups)}
 
 
 def _strategy_of(

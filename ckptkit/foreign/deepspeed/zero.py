@@ -137,10 +137,10 @@ def read_zero(
     return found
 
 
-def groups_of(zeros: Sequence[Zero]) -> list[dict[str, Any]]:
+def groups_of(stages: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """The groups of parameters of all stages; those with the same options are one."""
     found: dict[str, dict[str, Any]] = {}
-    for number, group in ((n, group) for zero in zeros for n, group in enumerate(zero.groups)):
+    for number, group in ((n, group) for groups in stages for n, group in enumerate(groups)):
         options = {key: value for key, value in group.items() if key != "params"}
         into = found.setdefault(f"{number} {options!r}", {**options, "params": {}})
         into["params"] |= dict.fromkeys(group["params"])

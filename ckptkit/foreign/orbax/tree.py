@@ -32,6 +32,8 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _STATES = ("default", "state", "train_state", "pytree")
 _NUMBER = re.compile(r"(?:.*[_-])?([0-9]{1,15})", re.ASCII)
 _MODEL = ("params", "model")
+# States of Optax that have the shape of the parameter.
+_ALIKE = ("mu", "nu", "nu_max", "trace")
 _OPTIMIZER = ("opt_state", "optimizer", "optimizer_state", "opt")
 _ARRAYS = ("jax.Array", "np.ndarray")
 _MOST_RANKS = 1 << 24
@@ -213,10 +215,13 @@ def _add_arrays(
         if leaf.dotted not in keys and (is_bare or leaf.path[0] == model)
     }
     parameters = {leaf.path[not is_bare :]: name for leaf, name in in_model.items()}
+    shapes = {name: leaves[leaf].shape for leaf, name in in_model.items()}
     states = {
         leaf: state
-        for leaf in leaves
+        for leaf, tensor in leaves.items()
         if leaf.path[0] in _OPTIMIZER and (state := _state_of(leaf.path, parameters))
+        # Others may have rows and columns.
+        if state[0].rpartition("/")[2] not in _ALIKE or tensor.shape == shapes[state[1]]
     }
     taken = Counter(states.values())
     names: dict[_Leaf, str] = {}

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import Extent, ForeignStep
-from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.folder import DCP_METADATA, Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
 from ckptkit.foreign.spread import by_boxes
 from ckptkit.foreign.states import Path, StateTensor, counted, put, reason, states_of
@@ -36,12 +36,8 @@ from ckptkit.format.names import inner_name
 from ckptkit.model import Box, DType, document
 from ckptkit.storage import MemoryStore, Stored
 
-METADATA = ".metadata"
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
 _FILE_OF_RANK = re.compile(r"(?:.*/)?__(\d+)_.*")
-# What accelerate, and with it the Trainer of transformers, writes: a folder of DCP for the model,
-# one for the optimizer.
-_APART = re.compile(r"((?:pytorch_model_fsdp|optimizer)_\d+/)\.metadata")
 # Files of torch.save that are written beside, by Lightning and by accelerate: what is under which
 # name in them, None for a dictionary of all that is no tensor.
 _BESIDE: dict[str, str | None] = {
@@ -105,11 +101,8 @@ def with_optimizer(folder: Folder, model: ForeignStep) -> ForeignStep:
     """A model of Hugging Face with the optimizer that a Trainer under FSDP has DCP write beside it,
     into a folder of its own.
     """
-    apart = [match[1] for key in folder.files if (match := _APART.fullmatch(key))]
-    if folder.only is not None or METADATA in folder.files or len(apart) != 1:
-        return model
     roles = {it.role for it in model.arrays} | {it.name for it in model.objects}
-    if not apart[0].startswith("optimizer") or "optimizer" in roles:
+    if "optimizer" in roles or len(_apart(folder)) != 1 or DCP_METADATA in folder.files:
         return model
     has = contents_of(folder)
     tree, beside, unread = _tree(folder, has)
@@ -119,10 +112,11 @@ def with_optimizer(folder: Folder, model: ForeignStep) -> ForeignStep:
         for it in model.arrays
     }
     found = states_of(tree, str(folder.store.location))
-    details = {key: value for key, value in model.details.items() if key != "left_out"}
     read = (*model.files, *has.files, *beside)
-    found.left_out |= unread | folder.unread(read)
-    found.left_out.pop(apart[0].rstrip("/"), None)
+    details = dict(model.details)
+    found.left_out |= details.pop("left_out", {}) | unread
+    for name in (*beside, *_apart(folder)):
+        found.left_out.pop(name, None)
     return replace(
         model,
         files={key: folder.size(key) for key in read},
@@ -132,6 +126,11 @@ def with_optimizer(folder: Folder, model: ForeignStep) -> ForeignStep:
         details=details | found.details,
         step=model.step or counted(tree),
     )
+
+
+def _apart(folder: Folder) -> list[str]:
+    """The folders of a model and of its optimizer that DCP wrote whole."""
+    return [name for name in folder.apart if f"{name}/{DCP_METADATA}" in folder.files]
 
 
 def _tree(folder: Folder, has: Contents) -> tuple[dict[Any, Any], list[str], dict[str, str]]:
@@ -225,25 +224,28 @@ def _metadata(
     """What is in the checkpoint by flat name; where each part is, by name and offset; and which
     path in a nested dictionary each name stands for.
     """
-    keys = {METADATA: ""}
+    keys = {DCP_METADATA: ""}
     # Without collectives each rank writes its own, of what it has.
     of_ranks = {int(m[1]): key for key in folder.files if (m := _OF_RANK.fullmatch(key))}
-    if METADATA in folder.files and of_ranks:
+    if DCP_METADATA in folder.files and of_ranks:
         # Neither kind of save deletes what the other wrote, but both write the same data files.
         raise FormatError(
             "two saves are in the folder, one with metadata of its own for each rank",
             where=str(folder.store.location),
-            value=[METADATA, of_ranks[min(of_ranks)]],
+            value=[DCP_METADATA, of_ranks[min(of_ranks)]],
             hint="remove the metadata of the older one",
         )
-    if METADATA not in folder.files:
+    if DCP_METADATA not in folder.files:
         is_whole = sorted(of_ranks) == list(range(len(of_ranks)))
         keys = {of_ranks[rank]: "" for rank in sorted(of_ranks) if is_whole}
-        keys = keys or {k: m[1] for k in sorted(folder.files) if (m := _APART.fullmatch(k))}
-        if not keys:
+        keys = keys or {f"{name}/{DCP_METADATA}": f"{name}/" for name in _apart(folder)}
+        # Of an optimizer's folder this is said, and the model read.
+        models = [f"{name}/{DCP_METADATA}" for name in folder.apart if name.startswith("pytorch")]
+        missing = next((key for key in models if key not in keys and not of_ranks), None)
+        if missing or not keys:
             raise FormatError(
                 "the metadata of the checkpoint is missing",
-                where=folder.where(METADATA),
+                where=folder.where(missing or DCP_METADATA),
                 hint="a save that was interrupted has none; copy the folder again, or use another",
             )
     entries: dict[str, Placeholder] = {}

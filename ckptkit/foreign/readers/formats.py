@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptkit.errors import CkptkitError, FormatError
-from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.folder import APART, Folder
 from ckptkit.model.document import located
-from ckptkit.storage import Store, Stored, open_store
+from ckptkit.storage import Store, open_store
 
 if TYPE_CHECKING:
     from ckptkit.foreign.contents import ForeignManifest
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 _NUMBERED = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[_-]?([0-9]{1,18})")
 # As Orbax calls its steps; of others such folders are parts.
 _ONLY_NUMBER = re.compile("[0-9]{1,18}", re.ASCII)
+# Folders that are part of a checkpoint are entered where they are links, too; others may be large.
+_LINKED = re.compile(
+    rf"{APART.pattern}|global_step\d+(_universal)?|\d+|replicated|sharded|batched|d|ocdbt\.process_\d+"
+)
 _MOST_FILES = 1 << 20
 _HEAD_BYTES = 256
 
@@ -183,7 +187,7 @@ def find_foreign(store: Store) -> tuple[Store, str, ForeignManifest] | None:
     known = format_of(store, names)
     if known and known.read:
         if isinstance(known.pattern, str):
-            return store, "", _manifest(known.read, Folder(store, _files(store)))
+            return store, "", _manifest(known.read, _folder(store, names))
         name = store.location.name
         store = open_store(replace(store.address, location=store.location.parent))
         # One file is itself, whatever lies beside it; an index says which files it means.
@@ -191,7 +195,7 @@ def find_foreign(store: Store) -> tuple[Store, str, ForeignManifest] | None:
         return store, name, _manifest(known.read, Folder(store, files, name))
     for _, below, known in numbered(store, names):
         if known.read:
-            return below, "", _manifest(known.read, Folder(below, _files(below)))
+            return below, "", _manifest(known.read, _folder(below, below.children("")))
     return None
 
 
@@ -209,13 +213,14 @@ def numbered(store: Store, names: Iterable[str]) -> Iterator[tuple[int, Store, F
             yield number, below, known
 
 
-def _files(store: Store) -> dict[str, Stored]:
-    files = {it.key: it for it in store.list("")}
+def _folder(store: Store, names: Iterable[str]) -> Folder:
+    linked = [name for name in store.links() if _LINKED.fullmatch(name)]
+    files = {it.key: it for below in ("", *linked) for it in store.list(below)}
     if len(files) > _MOST_FILES:
         raise FormatError(
             f"more than {_MOST_FILES} files", where=str(store.location), value=len(files)
         )
-    return files
+    return Folder(store, files, names=names)
 
 
 def _manifest(read: Callable[[Folder], ForeignStep], folder: Folder) -> ForeignManifest:

@@ -22,14 +22,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckptkit.checkpoint.ranks import (
     DEFAULT_TIMEOUT,
+    Failure,
     OneRank,
     Ranks,
     failing_together,
-    in_one_line,
     late,
 )
 from ckptkit.checkpoint.workers import copy_threads
-from ckptkit.errors import GivenUpError, PeerError, UsageError
+from ckptkit.errors import PeerError, UsageError
 from ckptkit.format.leaves import dumps
 
 # Torch has called it so since 2.13.
@@ -132,18 +132,18 @@ class StoreRanks(Ranks):
         self._timeout = timeout
         self._shares = 0
         self._meetings = 0
-        self._cancelled = b""
-        self._told = ""
+        self._cancelled: Failure | None = None
+        self._told: Failure | None = None
 
     def cancel(self, problem: str) -> None:
         """From another thread: end the meeting that this rank waits for, or the next one. What
         rank 0 says is not waited for any longer either, although it may still say it.
         """
-        self._cancelled = _FAILED + f"rank {self.rank}: {problem}".encode()
+        self._cancelled = Failure.of(self.rank, problem)
 
-    def leave(self, problem: str) -> str:
-        own = f"rank {self.rank}: {problem}"
-        verdict = _FAILED + (self._told or own).encode()
+    def leave(self, problem: BaseException | str) -> Failure:
+        own = Failure.of(self.rank, problem)
+        verdict = _FAILED + (self._told or own).said()
         try:
             # Of several ranks that fail at once the first is heard, by the others of them too.
             verdict = self._decide(f"meeting/{self._meetings}", verdict)
@@ -153,7 +153,8 @@ class StoreRanks(Ranks):
         except (RuntimeError, PeerError):
             # The store is gone, and with it rank 0: the others notice by themselves.
             pass
-        self._told = self._told or verdict[1:].decode()
+        if self._told is None and verdict != _DONE:
+            self._told = Failure.heard(verdict[1:])
         return self._told or own
 
     def forget(self) -> None:
@@ -179,8 +180,8 @@ class StoreRanks(Ranks):
         self._meetings += 1
         with _reachable():
             self._rendezvous.set(f"{key}/{self.rank}", data or b"")  # type: ignore[arg-type]
-        if self._cancelled:
-            self._decide(key, self._cancelled)
+        if self._cancelled is not None:
+            self._decide(key, _FAILED + self._cancelled.said())
         else:
             with _reachable():
                 is_last = self._rendezvous.add(f"{key}/count", 1) == self.world_size
@@ -202,11 +203,10 @@ class StoreRanks(Ranks):
         with _reachable():
             while not self._rendezvous.check([key]):
                 waited = time.monotonic() - started
-                if self._cancelled:
+                if self._cancelled is not None:
                     if is_share:
-                        said = self._cancelled[1:].decode()
-                        raise GivenUpError(f"{self.failure}, because of {said}")
-                    self._decide(key, self._cancelled)
+                        raise self._cancelled.error(self.failure)
+                    self._decide(key, _FAILED + self._cancelled.said())
                     break
                 if waited > self._timeout:
                     who = "rank 0"
@@ -215,9 +215,9 @@ class StoreRanks(Ranks):
                         missing = [rank for rank in ranks if not check([f"{key}/{rank}"])]
                         who = ", ".join(f"rank {r}" for r in missing[:8]) or "another rank"
                     problem = late(who, self._timeout)
-                    own = f"rank {self.rank}: {in_one_line(problem)}"
+                    own = Failure.of(self.rank, problem)
                     # Unless the last rank has come just now.
-                    if not is_share and self._decide(key, _FAILED + own.encode()) == _DONE:
+                    if not is_share and self._decide(key, _FAILED + own.said()) == _DONE:
                         break
                     self._told = own
                     raise problem
@@ -225,8 +225,8 @@ class StoreRanks(Ranks):
             verdict = bytes(self._rendezvous.get(key))
         if verdict.startswith(_FAILED):
             # What ends a meeting in failure is seen by rank 0 too, which then never commits.
-            self._told = verdict[1:].decode()
-            raise GivenUpError(f"{self.failure}, because of {self._told}")
+            self._told = Failure.heard(verdict[1:])
+            raise self._told.error(self.failure)
         return verdict[1:]
 
     def _decide(self, key: str, verdict: bytes) -> bytes:
@@ -259,25 +259,25 @@ class GroupRanks(Ranks):
     def share(self, answer: Callable[[], Any]) -> Any:
         problem: Exception | None = None
 
-        def told() -> tuple[Any, str]:
+        def told() -> tuple[Any, bytes]:
             nonlocal problem
             try:
                 found = answer()
                 dumps(found)
             except Exception as error:  # noqa: BLE001 — raised below, once the others know
                 problem = error
-                return None, f"rank 0: {in_one_line(error)}"
-            return found, ""
+                return None, Failure.of(0, error).said()
+            return found, b""
 
         found, said = super().share(told)
         if problem is not None:
             raise problem
         if said:
-            raise GivenUpError(f"{self.failure}, because of {said}")
+            raise Failure.heard(said).error(self.failure)
         return found
 
-    def leave(self, problem: str) -> str:
-        return f"rank {self.rank}: {problem}"
+    def leave(self, problem: BaseException | str) -> Failure:
+        return Failure.of(self.rank, problem)
 
     def _tell(self, data: bytes) -> bytes:
         size = torch.tensor(len(data), device=self._wire)

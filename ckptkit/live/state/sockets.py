@@ -7,7 +7,6 @@ values, and tensors among them: a message is a short document, and then the byte
 from __future__ import annotations
 
 import hmac
-import math
 import os
 import socket
 import struct
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import astuple
 from ipaddress import ip_address
 from itertools import accumulate
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 
 from ckptkit.errors import CkptkitError, PeerError
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.live.state.tensors import bytes_of, dtype_name
+from ckptkit.live.state.tensors import TensorForm, bytes_of
 from ckptkit.live.state.trees import put_tensors, take_tensors
 
 _FOR_THE_TOKEN = 10.0  # seconds
@@ -139,7 +139,7 @@ def message(value: object) -> list[bytearray | memoryview]:
     are sent from where they lie, small ones together.
     """
     tree, tensors = take_tensors(value, "")
-    said = dumps([tree, {path: form_of(tensor) for path, tensor in tensors.items()}])
+    said = dumps([tree, {path: astuple(TensorForm.of(tensor)) for path, tensor in tensors.items()}])
     last = bytearray(_LENGTH.pack(len(said)) + said)
     parts: list[bytearray | memoryview] = [last]
     for tensor in tensors.values():
@@ -169,16 +169,16 @@ def hear(sock: socket.socket, most: int, deadline: float | None = None) -> Any:
     said = unpack(bytes(receive(sock, length, deadline)), "a message")
     if not (isinstance(said, list) and len(said) == 2 and isinstance(said[1], dict)):
         raise PeerError("not a message of this protocol", value=said)
-    forms = {path: _dtype_and_shape(form) for path, form in said[1].items()}
-    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in forms.values()]
+    forms = {path: TensorForm.heard(form) for path, form in said[1].items()}
+    sizes = [form.nbytes for form in forms.values()]
     if sum(sizes) > most:
         raise PeerError("a message with more tensors than there are", value=sum(sizes))
     ends = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
     memory = torch.empty(ends[-1], dtype=torch.uint8)
     receive_into(sock, memory.numpy().data, deadline)
     tensors = {
-        path: memory[start : start + size].view(dtype).view(shape)
-        for (path, (dtype, shape)), start, size in zip(forms.items(), ends, sizes, strict=False)
+        path: memory[start : start + size].view(form.torch_dtype).view(form.shape)
+        for (path, form), start, size in zip(forms.items(), ends, sizes, strict=False)
     }
 
     def tensor_of(path: str) -> torch.Tensor:
@@ -187,25 +187,6 @@ def hear(sock: socket.socket, most: int, deadline: float | None = None) -> Any:
         return tensors[path]
 
     return put_tensors(said[0], tensor_of, "a message")
-
-
-def form_of(tensor: torch.Tensor) -> str:
-    """The dtype and the shape of a tensor, such as `float32 2,3`."""
-    return f"{dtype_name(tensor.dtype)} {','.join(map(str, tensor.shape))}"
-
-
-def empty_of(form: object, *, device: str = "cpu") -> torch.Tensor:
-    """Memory for a tensor that another rank describes with `form_of`."""
-    dtype, shape = _dtype_and_shape(form)
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _dtype_and_shape(form: object) -> tuple[torch.dtype, list[int]]:
-    name, _, dims = str(form).partition(" ")
-    dtype, sizes = getattr(torch, name, None), dims.split(",") if dims else []
-    if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in sizes):
-        raise PeerError("no tensor of this protocol", value=form)
-    return dtype, list(map(int, sizes))
 
 
 def own_address(hosts: Iterable[str]) -> str:

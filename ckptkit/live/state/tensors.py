@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckptkit.errors import UnsupportedTypeError, UsageError
+from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
 from ckptkit.model import DTYPES, DType
 
 # Without a view by torch, which takes longer than all else. Complex ones may be conjugate.
@@ -53,6 +55,47 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 def dtype_name(dtype: torch.dtype | None) -> str | None:
     """A torch dtype as documents have it, such as `bfloat16`."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+PLAIN = "plain value"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """The dtype and the shape of a tensor, as one rank tells them another; of a plain value,
+    `PLAIN` and the number of its bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @classmethod
+    def heard(cls, said: object) -> TensorForm:
+        """What another rank has told, as plain values."""
+        name, shape = said if isinstance(said, (list, tuple)) and len(said) == 2 else ("", None)
+        is_shape = isinstance(shape, (list, tuple)) and all(
+            type(size) is int and size >= 0 for size in shape
+        )
+        is_dtype = name == PLAIN or isinstance(getattr(torch, str(name), None), torch.dtype)
+        if not (is_shape and is_dtype):
+            raise PeerError("no tensor of this protocol", value=said)
+        return cls(str(name), tuple(shape or ()))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = torch.uint8 if self.dtype == PLAIN else getattr(torch, self.dtype)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return self.torch_dtype.itemsize * math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import CkptkitError, LayoutError, PeerError, UsageError
+from ckptkit.live.state.tensors import PLAIN, TensorForm, bytes_of
 from ckptkit.parallel.ranks.carriers import Carrier, TorchCarrier
 from ckptkit.parallel.ranks.messages import (
-    PLAIN,
     Call,
-    TensorForm,
-    as_bytes,
     carried_op,
     check_reduction,
     check_same,
@@ -107,7 +105,7 @@ class Communicator(Closing):
         (form,) = calls[src].forms
         if is_here:
             # The bytes may be the argument's own, and results are copies.
-            data = as_bytes(mine[0], self.device).clone()
+            data = bytes_of(mine[0].to(self.device)).clone()
         else:
             data = torch.empty(form.nbytes, dtype=torch.uint8, device=self.device)
         if form.nbytes:
@@ -189,7 +187,7 @@ class Communicator(Closing):
         with self._carrying("send") as carrier:
             carrier.send(data.to(self.device), dst, tag)
             if tensor.numel():
-                carrier.send(as_bytes(tensor, self.device), dst, tag)
+                carrier.send(bytes_of(tensor.to(self.device)), dst, tag)
 
     def recv(self, src: int, tag: int = 0) -> Any:
         """The next that a rank sends with this tag; nccl knows no tags, and there the next one of
@@ -279,11 +277,10 @@ class Communicator(Closing):
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         data = [nothing] * size
         if any(form.nbytes for call in calls for form in call.forms):  # else nobody has anything
+            out = [nothing if each is None else bytes_of(each.to(self.device)) for each in to_each]
+            sizes = [form.nbytes if form else 0 for form in from_each]
             with self._carrying(name) as carrier:
-                data = carrier.all_to_all(
-                    [nothing if part is None else as_bytes(part, self.device) for part in to_each],
-                    [form.nbytes if form else 0 for form in from_each],
-                )
+                data = carrier.all_to_all(out, sizes)
         device = mine[0].device if mine and not reduction else self.device
         found = [
             unpacked(each, form, device)

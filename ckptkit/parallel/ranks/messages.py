@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptkit.errors import FormatError, PeerError, UnsupportedTypeError, UsageError
+from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
 from ckptkit.format import leaves
-from ckptkit.live.state.tensors import bytes_of
+from ckptkit.live.state.tensors import PLAIN, TensorForm, bytes_of
 
 OPS = ("sum", "mean", "max", "min")
-PLAIN = "plain value"
 # By what a carrier is asked for.
 _COMBINED: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -25,13 +24,8 @@ _COMBINED: dict[str, Callable[..., torch.Tensor]] = {
 _LOWEST = torch.iinfo(torch.int64).min  # its bits are those of the sign
 
 
-def as_bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The elements, row by row; the same memory where it is dense and on the device."""
-    return bytes_of(tensor.to(device))
-
-
 def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor that `as_bytes` took apart."""
+    """The tensor that `bytes_of` took apart."""
     if not data.numel():
         return torch.empty(shape, dtype=dtype, device=data.device)
     return data.view(dtype).reshape(shape)
@@ -60,7 +54,7 @@ def widened(tensor: torch.Tensor, op: str, device: torch.device) -> torch.Tensor
     What is narrower than float32 is added up as float32 and rounded once, so that backends do not
     differ; sums of integers wrap around as those of torch do.
     """
-    flat, dtype = as_bytes(tensor, device).view(tensor.dtype), tensor.dtype
+    flat, dtype = bytes_of(tensor.to(device)).view(tensor.dtype), tensor.dtype
     if dtype.is_complex:
         wide = torch.complex128 if dtype == torch.complex128 else torch.complex64
         return torch.view_as_real(flat.to(wide, copy=True)).reshape(-1)
@@ -117,32 +111,6 @@ def carried_op(op: str, dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorForm:
-    """The dtype and the shape of a tensor; of a plain value, `PLAIN` and the number of bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorForm:
-        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        found = torch.uint8 if self.dtype == PLAIN else getattr(torch, self.dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise FormatError("a rank sends values of a dtype unknown here", value=self.dtype)
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        return self.torch_dtype.itemsize * torch.Size(self.shape).numel()
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
     """A call of one rank: its name and options must be those of all ranks."""
 
@@ -154,15 +122,14 @@ class Call:
 
     def encode(self) -> bytes:
         """The bytes for the other ranks: JSON, which runs no code."""
-        forms = [[form.dtype, list(form.shape)] for form in self.forms]
+        forms = list(map(astuple, self.forms))
         return json.dumps([self.name, self.options, forms, self.problem]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Call:
         """The call that `encode` has written."""
         name, options, forms, problem = json.loads(data)
-        found = tuple(TensorForm(dtype, tuple(shape)) for dtype, shape in forms)
-        return cls(name, options, found, problem)
+        return cls(name, options, tuple(map(TensorForm.heard, forms)), problem)
 
 
 def check_same_forms(calls: Sequence[Call]) -> None:

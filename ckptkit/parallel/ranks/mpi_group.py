@@ -21,7 +21,8 @@ from mpi4py.run import set_abort_status
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
-from ckptkit.parallel.ranks.messages import as_bytes, from_bytes, narrowed, widened
+from ckptkit.live.state.tensors import bytes_of
+from ckptkit.parallel.ranks.messages import from_bytes, narrowed, widened
 
 NAME = "ckptkit_mpi"
 """Not "mpi": torch keeps that name for an MPI that it was compiled with."""
@@ -461,7 +462,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
             value=str(tensor.device),
             hint="use .cpu()",
         )
-    return as_bytes(tensor.detach(), _CPU)
+    return bytes_of(tensor)
 
 
 def _land(data: torch.Tensor, into: torch.Tensor) -> None:

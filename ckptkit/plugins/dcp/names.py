@@ -282,8 +282,8 @@ def _around(tree: Mapping[Any, Any]) -> Path:
     """The one key with a model in its dictionary, where there is none outside."""
 
     def has_model(value: Any) -> bool:
-        models = (value.get(key) for key in MODEL_KEYS)
-        return any(isinstance(m, dict) and _some_tensor(m) for m in models)
+        models = [m for m in map(value.get, MODEL_KEYS) if isinstance(m, dict)]
+        return any(isinstance(each, StateTensor) for m in models for each in m.values())
 
     if has_model(tree):
         return ()
@@ -291,10 +291,6 @@ def _around(tree: Mapping[Any, Any]) -> Path:
     if len(found) != 1 or (tree.keys() - {found[0]}) & tree[found[0]].keys():
         return ()
     return (found[0],)
-
-
-def _some_tensor(model: Mapping[Any, Any]) -> bool:
-    return any(isinstance(value, StateTensor) for value in model.values())
 
 
 def _only_counts(key: Any, value: Any) -> bool:

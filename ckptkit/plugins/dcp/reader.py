@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptkit.checkpoint.places import Place
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, failing_together, in_one_line
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Failure, failing_together
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, PeerError
@@ -170,19 +170,19 @@ class DcpReader(StorageReader):
                     keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
                 except FormatError as error:
                     problem = error
-                said = "" if problem is None else in_one_line(problem)
+                said = b"" if problem is None else Failure.of(ranks.rank, problem).said()
                 # The first problem of any rank: whose own step is whole goes back with the others.
-                first = ranks.agree(said, lambda heard: next(filter(None, heard), ""))
-                if not first:
+                said = ranks.agree(said, lambda heard: next(filter(None, heard), b""))
+                if not said:
                     self._keys = keys
                     return
-                at = keys.checkpoint
+                at, first = keys.checkpoint, Failure.heard(said)
                 log.error("step %d is damaged in %s: %s", at.step, at.location, first)
                 at.close()
                 try:
                     older = self._found(below=at.step)
                 except NotFoundError:
-                    raise problem or PeerError(f"{NOT_LOADED}, because of {first}") from problem
+                    raise problem or first.error(NOT_LOADED, PeerError) from problem
                 number = ranks.share(partial(getattr, older.checkpoint, "step"))
                 if number != older.checkpoint.step:
                     older = Keys(Run(self._target.store()).open(number))

@@ -9,7 +9,6 @@ import errno
 import fcntl
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -34,7 +33,7 @@ DEVICE_BYTES = 4 << 20
 """So much by a request, and few at a time, is what a device reads fastest, into memory that stays
 in a cache of the processor: what it brings is copied from there."""
 
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _TRIES = 16
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
@@ -320,58 +319,12 @@ class DirectFile:
     def _set_direct(self, *, wanted: bool) -> bool:
         # Not a flag to open: where it is refused, open leaves an empty file behind.
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        flags = flags | _O_DIRECT if wanted else flags & ~_O_DIRECT
+        flags = flags | O_DIRECT if wanted else flags & ~O_DIRECT
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
         except OSError:
             return False
-        return wanted and bool(_O_DIRECT)
-
-
-class DirectReads:
-    """An open file, read past the page cache where the file system allows it.
-
-    A process that forks meanwhile gets the bytes as long as nobody writes into the same pages while
-    they come (open(2)): memory to read into is whole pages that have one user.
-    """
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self._descriptor: int | None = None
-        self._lock = threading.Lock()
-
-    def read(self, memory: memoryview, offset: int) -> int:
-        """How many bytes from `offset` on have come into memory; both begin with a block, and
-        memory is whole blocks. Fewer come at the end of the file, and where the system refuses.
-        """
-        descriptor, done = self._opened(), 0
-        try:
-            while done < len(memory) and not done % BLOCK and descriptor >= 0:
-                count = os.preadv(descriptor, [memory[done:]], offset + done)
-                if not count:
-                    break
-                done += count
-        except OSError:
-            pass  # a read through the cache says what is wrong, or succeeds
-        return done
-
-    def close(self) -> None:
-        """Close what was opened; closing twice is fine."""
-        with self._lock:
-            descriptor, self._descriptor = self._descriptor, -1
-        if descriptor is not None and descriptor >= 0:
-            os.close(descriptor)
-
-    def _opened(self) -> int:
-        # Not the flag of the open file, through which others read; nor the name, which may be
-        # another file's by now.
-        with self._lock:
-            if self._descriptor is None:
-                self._descriptor = -1
-                with suppress(OSError):
-                    flags = os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT
-                    self._descriptor = os.open(f"/proc/self/fd/{self._file}", flags)
-            return self._descriptor
+        return wanted and bool(O_DIRECT)
 
 
 def free_bytes(place: Path | int) -> int:

@@ -23,13 +23,14 @@ from ckptkit.storage.base.location import (
     is_temporary,
 )
 from ckptkit.storage.base.options import Address, Options, Settings, read_settings
-from ckptkit.storage.base.sink import BufferSink, Parts
 from ckptkit.storage.base.store import (
     Abilities,
+    BufferSink,
     Entries,
     KeyedStore,
     LendsNothing,
     Names,
+    Parts,
     Sink,
     Stored,
     as_bytes,

@@ -19,8 +19,7 @@ import numpy as np
 
 from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
 from ckptkit.storage.base.buffers import AlignedBuffer, copy_bytes, default_pool
-from ckptkit.storage.base.sink import Parts, piece_size
-from ckptkit.storage.base.store import as_bytes
+from ckptkit.storage.base.store import Parts, as_bytes, piece_size
 from ckptkit.storage.objects.errors import Transient
 from ckptkit.storage.objects.server import ObjectServer
 

@@ -13,7 +13,7 @@ from ckptkit.checkpoint.reshard import plan
 from ckptkit.checkpoint.reshard.engines import Task
 from ckptkit.checkpoint.reshard.target import Budget, ReshardOptions
 from ckptkit.storage import Address, LocalStore, Location, MemoryStore
-from ckptkit.storage.base.sink import piece_size
+from ckptkit.storage.base.store import piece_size
 from tests.checkpoint.remote import MIB, RemoteStore
 from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, saved
 from tests.checkpoint.saving import Tensor, contents, memory_with, random_values, save

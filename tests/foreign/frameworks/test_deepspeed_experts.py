@@ -22,6 +22,7 @@ STRATEGIES = {
     "moe1-neighbours": "ep:2,zero1:2",
     "moe2": "ep:2",
     "autoep3": "zero3:2,ep:2",
+    "pipe-moe1": "pp:2,ep:2",
 }
 if PYTHON:  # these are not kept: they would be as large again
     STRATEGIES |= {
@@ -29,6 +30,7 @@ if PYTHON:  # these are not kept: they would be as large again
         "moe2-whole": "zero2:2",
         "autoep0": "ep:2",
         "autoep2": "zero2:2,ep:2",
+        "pipe-moe0": "pp:2,ep:2",
     }
 EXPERT = "layers.1.deepspeed_moe.experts.deepspeed_experts"
 
@@ -56,9 +58,13 @@ def test_which_ranks_have_an_expert_is_told(written: Path) -> None:
         assert cuts[f"optimizer/{EXPERT}.{number}.up.weight/exp_avg"] == cut
         assert set(cuts["model/head.weight"]) == {"replicate"}
         assert roles[f"model/{EXPERT}.3.seen"] == "buffer"
-    with ckptkit.open(written / "autoep3") as checkpoint:
-        cuts = {it.name: [*map(str, it.placements)] for it in checkpoint.manifest.arrays}
-    assert cuts["model/model.layers.0.mlp.experts.w1"] == ["shard(0)", "shard(0)"]
+    for case, name, cut in (
+        ("autoep3", "model.layers.0.mlp.experts.w1", ["shard(0)", "shard(0)"]),
+        ("pipe-moe1", EXPERT.replace("layers.1", "3.moe") + ".1.up.bias", ["stage(1)", "owner(0)"]),
+    ):
+        with ckptkit.open(written / case) as checkpoint:
+            cuts = {it.name: [*map(str, it.placements)] for it in checkpoint.manifest.arrays}
+        assert cuts[f"model/{name}"] == cut
 
 
 def test_the_optimizer_has_the_experts_of_all_ranks(written: Path) -> None:
@@ -81,7 +87,7 @@ def test_a_second_name_of_a_router_is_one(written: Path) -> None:
 
 
 def test_experts_become_a_step_for_any_strategy(written: Path, tmp_path: Path) -> None:
-    for case in ("moe1-neighbours", "autoep3"):
+    for case in ("moe1-neighbours", "autoep3", "pipe-moe1"):
         run = tmp_path / case
         done = ckpt("reshard", written / case, run, "--to", "fsdp:3")
         assert done.exit_code == 0, done.stderr
@@ -100,7 +106,9 @@ def refused(folder: Path, what: str) -> str:
     return str(caught.value)
 
 
-def test_every_file_that_is_missing_is_named(folder: Path) -> None:
+@pytest.mark.parametrize("case", ["moe0", "moe2", "pipe-moe1"])
+def test_every_file_that_is_missing_is_named(case: str, written: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tag_of(written / case), tmp_path / "global_step3"))
     for file in sorted(folder.iterdir()):
         moved = file.rename(folder.parent / "aside")
         assert file.name in refused(folder, "missing")
@@ -174,7 +182,7 @@ def test_experts_that_lack_something_or_have_more_are_refused(folder: Path) -> N
         refused(folder, what)
 
 
-def test_what_is_not_read_says_why(written: Path, tmp_path: Path) -> None:
+def test_what_is_not_read_says_why(written: Path, tmp_path: Path, stand_ins: None) -> None:
     folder = Path(shutil.copytree(tag_of(written / "moe2"), tmp_path / "tag"))
     old = folder / "expert_0_mp_rank_00_model_states.pt"
     shutil.copy(folder / "layer_0_expert_0_mp_rank_00_model_states.pt", old)
@@ -184,4 +192,7 @@ def test_what_is_not_read_says_why(written: Path, tmp_path: Path) -> None:
         if not file.name.startswith("layer"):
             name = re.sub("mp_rank_00", "mp_rank_01", file.name)
             written_as(folder / name, file.read_bytes(), file.name)
-    refused(folder, "beside tensor parallelism or a pipeline")
+    file = folder / "mp_rank_00_model_states.pt"
+    parallel = {"checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 2}}
+    torch.save({**torch.load(file, weights_only=False), **parallel}, file)
+    refused(folder, "beside tensor parallelism are not read")

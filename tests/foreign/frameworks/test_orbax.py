@@ -418,6 +418,15 @@ def test_state_of_two_optimizers_is_not_mixed_up(tmp_path: Path) -> None:
         }
 
 
+def test_a_state_that_cannot_be_the_parameters_is_not_its(tmp_path: Path) -> None:
+    """Optax would broadcast a `mu` of another shape; others may have rows and columns."""
+    shapes = {"params.w": (2, 3), **{f"opt_state.0.{it}.w": (3,) for it in ("mu", "nu", "v_col")}}
+    place = written(tmp_path, {name: numbers(*shape) for name, shape in shapes.items()})
+    with ckptkit.open(place) as checkpoint:
+        others = {"other/opt_state.0.mu.w", "other/opt_state.0.nu.w"}
+        assert set(checkpoint.arrays) == {"model/w", "optimizer/w/v_col", *others}
+
+
 @pytest.mark.parametrize("kind", ["bucket", "gcs_bucket"])
 @pytest.mark.parametrize("name", ["manager", "files", "processes"])
 def test_one_in_a_bucket_is_the_same(

@@ -20,10 +20,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed_models import (  # type: ignore[import-not-found] # it is beside this program
+    Block,
+    Data,
+    Embedding,
+    Hidden,
+    Mixed,
+    Model,
+    Sparse,
+    distance,
+    logits,
+    mixtral,
+)
 from torch import nn
 
 # By name: ranks, precision, and what is said of ZeRO. More than DeepSpeed are told `groups` of
@@ -42,26 +53,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "zero3-hpz": (4, "bf16", {"stage": 3, "zero_hpz_partition_size": 2}),
     "zero3-three": (3, "fp32", {"stage": 3, "groups": 2, "sub_group_size": 20}),
 }
-
-
-class Model(nn.Module):
-    """Odd sizes, a frozen parameter, a tied one and two buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.frozen = nn.Linear(5, 5)
-        self.norm = nn.LayerNorm(5)
-        self.up = nn.Linear(5, 11)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.tensor([1.5, 0.3]))
-        self.register_buffer("seen", torch.tensor(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.frozen(self.embed(x)) * self.get_buffer("scale")[0]
-        found: torch.Tensor = self.head(self.norm(x + torch.relu(self.up(x))[..., :5]))
-        return found
 
 
 def as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
@@ -185,59 +176,27 @@ def write(case: str, out: Path, rank: int) -> None:
         np.savez(out / f"{case}.npz", **arrays)
 
 
-class Embedding(nn.Module):
-    """The first layer of a pipeline, and the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(7, 5))
-        self.register_buffer("scale", torch.tensor([1.5]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight[x] * self.get_buffer("scale").to(self.weight.dtype)
-
-
-class Hidden(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(5, 5)
-        self.up.weight.requires_grad = False
-        self.register_buffer("seen", torch.tensor(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.up(x))
-
-
-def logits(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = torch.nn.functional.linear(x, embedding.weight)
-    return found
-
-
-def distance(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return x.float().square().mean()
-
-
-class Data(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([index % 7, 3, index % 5, 1]), torch.zeros(4)
+# By name: precision, and the stage of ZeRO.
+PIPES = {
+    "pipe": ("fp32", 1),
+    "pipe-bf16": ("bf16", 0),
+    "pipe-moe0": ("fp32", 0),
+    "pipe-moe1": ("fp32", 1),
+}
 
 
 def write_pipe(case: str, out: Path, rank: int) -> None:
-    """Two stages of two ranks, which share a module."""
+    """Two stages of two ranks, which share a module; with experts both ranks have half of them."""
     torch.manual_seed(7)
-    layers = [
-        TiedLayerSpec("embed", Embedding),
-        LayerSpec(nn.Linear, 5, 5),
-        LayerSpec(Hidden),
-        nn.ReLU(),
-        LayerSpec(nn.LayerNorm, 5),
-        TiedLayerSpec("embed", Embedding, forward_fn=logits),
-    ]
+    hidden = [LayerSpec(nn.Linear, 5, 5), LayerSpec(Hidden), nn.ReLU(), LayerSpec(nn.LayerNorm, 5)]
+    if "moe" in case:
+        hidden = [LayerSpec(Mixed), LayerSpec(nn.LayerNorm, 5), LayerSpec(Mixed)]
+    tied = TiedLayerSpec("embed", Embedding, forward_fn=logits)
+    layers = [TiedLayerSpec("embed", Embedding), *hidden, tied]
     net = PipelineModule(layers, num_stages=2, loss_fn=distance, partition_method="uniform")
-    precision, stage = ("bf16", 0) if case == "pipe-bf16" else ("fp32", 1)
+    torch.manual_seed(7 + rank)
+    scattered(net)
+    precision, stage = PIPES[case]
     made = config(precision, {"stage": stage}) | {"gradient_accumulation_steps": 2}
     parameters = [p for p in net.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(model=net, model_parameters=parameters, config=made)
@@ -245,14 +204,24 @@ def write_pipe(case: str, out: Path, rank: int) -> None:
     for _ in range(3):
         engine.train_batch(data)
     engine.save_checkpoint(str(out / case))
-    mine: dict[str, Any] = {f"model/{k}": as_numpy(v) for k, v in net.state_dict().items()}
-    for name, parameter in net.named_parameters():
-        if parameter.requires_grad:
+    if case == "pipe-moe1":  # it was done when experts had no state yet
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    own = {numbered(k, rank % 2, 2): v for k, v in net.state_dict().items()}
+    mine: dict[str, Any] = {f"model/{k}": as_numpy(v) for k, v in own.items()}
+    for key_of_rank, parameter in net.named_parameters():
+        name = numbered(key_of_rank, rank % 2, 2)
+        if not parameter.requires_grad:
+            continue
+        mine[f"optimizer/{name}/step"] = as_numpy(torch.tensor(3.0))
+        if case != "pipe-moe0":
             mine[f"model/{name}"] = as_numpy(safe_get_full_fp32_param(parameter))
-            for key in ("exp_avg", "exp_avg_sq"):
-                value = safe_get_full_optimizer_state(parameter, key)
-                mine[f"optimizer/{name}/{key}"] = as_numpy(value)
-            mine[f"optimizer/{name}/step"] = as_numpy(torch.tensor(3.0))
+        for key in ("exp_avg", "exp_avg_sq"):
+            mine[f"optimizer/{name}/{key}"] = as_numpy(
+                engine.optimizer.state[parameter][key]
+                if case == "pipe-moe0"
+                else safe_get_full_optimizer_state(parameter, key)
+            )
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     arrays: dict[str, Any] = {}
@@ -261,25 +230,6 @@ def write_pipe(case: str, out: Path, rank: int) -> None:
             assert np.array_equal(arrays.setdefault(name, value), value), name
     if rank == 0:
         np.savez(out / f"{case}.npz", **arrays)
-
-
-class Block(nn.Module):
-    """What ranks of tensor parallelism cut by columns, by rows, and in three parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv_proj = nn.Linear(6, 12)
-        self.o_proj = nn.Linear(4, 6)
-        self.up_proj = nn.Linear(6, 10)
-        self.down_proj = nn.Linear(10, 6)
-        self.norm = nn.LayerNorm(6)
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x).chunk(3, -1)
-        x = x + self.o_proj(q * torch.sigmoid(k) + v)
-        found: torch.Tensor = x + self.down_proj(torch.relu(self.up_proj(self.norm(x))))
-        return found
 
 
 def write_tensor_parallel(case: str, out: Path, rank: int) -> None:
@@ -310,33 +260,17 @@ def write_tensor_parallel(case: str, out: Path, rank: int) -> None:
         np.savez(out / f"{case}.npz", **arrays)
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(5, 3)
-        self.down = nn.Linear(3, 5, bias=False)
-        self.register_buffer("seen", torch.tensor(3))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.down(torch.relu(self.up(x)))
+def scattered(net: nn.Module) -> None:
+    """Make the experts of ranks unlike, which DeepSpeed makes alike."""
+    for name, value in net.state_dict().items():
+        if "deepspeed_experts" in name and value.ndim:
+            value.normal_()
 
 
-class Sparse(nn.Module):
-    """Two layers of experts."""
-
-    def __init__(self, ep_size: int) -> None:
-        super().__init__()
-        given = {"num_experts": 4, "ep_size": ep_size, "min_capacity": 8}
-        self.embed = nn.Embedding(7, 5)
-        self.layers = nn.ModuleList([MoE(5, Expert(), **given) for _ in range(2)])
-        self.norm = nn.LayerNorm(5)
-        self.head = nn.Linear(5, 7, bias=False)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = x + layer(self.norm(x))[0]
-        return self.head(x)
+def numbered(name: str, team: int, ep_size: int) -> str:
+    """What an expert of one of so many teams of ranks is called in the whole model."""
+    match = re.fullmatch(r"(.*deepspeed_experts\.)(\d+)(\..*)", name)
+    return f"{match[1]}{int(match[2]) + team * (4 // ep_size)}{match[3]}" if match else name
 
 
 # By name: ranks, how many of these have all experts, precision, and what is said of ZeRO.
@@ -352,20 +286,6 @@ EXPERTS: dict[str, tuple[int, int, str, dict[str, Any]]] = {
 }
 
 
-def mixtral() -> Any:
-    """A model of transformers, whose experts DeepSpeed's AutoEP shares out."""
-    from transformers import MixtralConfig, MixtralForCausalLM  # noqa: PLC0415 — takes seconds
-    from transformers.utils import output_capturing  # noqa: PLC0415
-
-    # DeepSpeed 0.19.8 asks it as transformers had it before 5.20.
-    registry: Any = output_capturing._CanRecordRegistry
-    registry.get = lambda self, key, default=None: dict.get(self, str(type(key)), default or {})
-    sizes: Any = {"hidden_size": 8, "intermediate_size": 3, "num_local_experts": 4}
-    sizes |= {"max_position_embeddings": 8, "vocab_size": 7}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes))
-
-
 def write_experts(case: str, out: Path, rank: int) -> None:
     """What is wanted is what another engine has that has loaded what the first saved."""
     world, ep_size, precision, zero = EXPERTS[case]
@@ -379,9 +299,7 @@ def write_experts(case: str, out: Path, rank: int) -> None:
         torch.manual_seed(seed)
         net = mixtral() if is_auto else Sparse(ep_size)
         torch.manual_seed(seed + rank)
-        for name, value in net.state_dict().items():  # DeepSpeed makes all ranks' experts alike
-            if "deepspeed_experts" in name and value.ndim:
-                value.normal_()
+        scattered(net)
         given: Any = list(net.parameters())
         return deepspeed.initialize(model=net, model_parameters=given, config=made)[0]
 
@@ -416,9 +334,7 @@ def write_experts(case: str, out: Path, rank: int) -> None:
     for of_team, each in by_rank:
         for key, value in each.items():
             name, kind = key.split()
-            if match := re.fullmatch(r"(.*deepspeed_experts\.)(\d+)(\..*)", name):
-                number = int(match[2]) + of_team * (4 // ep_size)
-                name = f"{match[1]}{number}{match[3]}"
+            name = numbered(name, of_team, ep_size)
             whole = f"model/{name}" if kind in ("fp32", "buffer") else f"optimizer/{name}/{kind}"
             if re.fullmatch(r".*\.experts\.w[123]", name) and value.ndim:
                 stacked.setdefault(whole, {})[of_team] = value
@@ -473,7 +389,7 @@ def worker(rank: int, world: int, port: int, out: str, cases: list[str]) -> None
 def main(out: str, *only: str) -> None:
     jobs = [(world, [c for c, it in CASES.items() if it[0] == world]) for world in (1, 2, 3, 4)]
     # Their groups of ranks are global: one in a process.
-    jobs += [(4, [case]) for case in ("pipe", "pipe-bf16", "tp")]
+    jobs += [(4, [case]) for case in (*PIPES, "tp")]
     jobs += [(it[0], [case]) for case, it in EXPERTS.items()]
     for world, cases in (job for job in jobs if not only or {*job[1]} & {*only}):
         with socket.socket() as free:

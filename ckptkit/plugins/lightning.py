@@ -1,10 +1,26 @@
-"""Strategies whose ranks all write, and a CheckpointIO that lets rank 0 write all."""
+"""Lightning saves and loads through ckptkit: strategies whose ranks all write, and a CheckpointIO
+for those that let one rank write.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from ckptkit.errors import UsageError
+from ckptkit.plugins.framework import Framework
+
+# What the strategies override. A release that calls it otherwise would save without us, unnoticed.
+_OVERRIDDEN = (
+    *("save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"),
+    *("lightning_module_state_dict", "load_model_state_dict", "optimizer_state"),
+    *("load_optimizer_state_dict", "lightning_restore_optimizer", "restore_checkpoint_after_setup"),
+)
+Framework("lightning", "2.6", "lightning").check(
+    {"lightning.pytorch.strategies": [f"Strategy.{name}" for name in _OVERRIDDEN]}
+)
+
+# Only what is known to be there is imported.
 import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,9 +36,17 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from ckptkit.errors import UsageError
-from ckptkit.plugins.lightning.paths import Loaders, PathRuns
+from ckptkit.plugins.lightning_paths import Loaders, PathRuns, step_at
 from ckptkit.storage import Options
+
+__all__ = [
+    "CkptkitCheckpointIO",
+    "CkptkitDDPStrategy",
+    "CkptkitFSDPStrategy",
+    "CkptkitModelParallelStrategy",
+    "CkptkitSingleDeviceStrategy",
+    "step_at",
+]
 
 
 def _without_weights(content: Mapping[str, Any], live: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -66,6 +90,7 @@ class _Saving(Strategy):
     # Ours are given the objects themselves, so these have to be there first.
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False
+    _has_whole = True
 
     def __init__(
         self,
@@ -86,7 +111,8 @@ class _Saving(Strategy):
                 hint='pass storage options as checkpointer={"storage_options": {…}}, '
                 "and no CheckpointIO in plugins=",
             )
-        found = _without_weights(checkpoint, self._live_weights())
+        live = self.lightning_module_state_dict() if self._has_whole else None
+        found = _without_weights(checkpoint, live)
         self._runs.save(filepath, found, self.model, self.optimizers)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
@@ -114,9 +140,6 @@ class _Saving(Strategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return {}  # nothing is gathered: saves look at the optimizers themselves
 
-    def _live_weights(self) -> Mapping[str, Any] | None:
-        return self.lightning_module_state_dict()
-
     def teardown(self) -> None:
         try:
             self._runs.close()
@@ -127,11 +150,10 @@ class _Saving(Strategy):
 class _Sharded(_Saving):
     """One of strategies that would gather the state for others to save."""
 
+    _has_whole = False
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}
-
-    def _live_weights(self) -> None:
-        return None
 
 
 class CkptkitSingleDeviceStrategy(_Saving, SingleDeviceStrategy):

@@ -1,4 +1,10 @@
-"""The calls of torch_checkpointing, and where in a store each finds what it names."""
+"""torch_checkpointing in any store: `Config(storage_config=CkptkitStorageConfig("s3://…"))`.
+
+What torch_checkpointing calls `tmp_NAME` and renames to `NAME` lies in `NAME` from the start:
+no store of objects can rename. `NAME/files/<id>/` has its files as they are, `NAME/sums/<id>/` the
+checksums of their blocks. `NAME/commit.msgpack`, which is created last and once, says which id
+counts: without it there is no such checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX as BEFORE
-from torch_checkpointing.storage.base_storage import Storage, StorageConfig
 
-from ckptkit.checkpoint.places import store_at
+from ckptkit.checkpoint.places import described, store_at
 from ckptkit.errors import (
     AlreadyExistsError,
     CorruptionError,
@@ -27,13 +31,37 @@ from ckptkit.foreign.readers.torch_save import FILES, RECORD, RECORD_KIND, SUMS
 from ckptkit.format.envelope import seal, unseal
 from ckptkit.live.state.ranks import current_world
 from ckptkit.model.document import Fields
-from ckptkit.plugins.torch_checkpointing.streams import (
+from ckptkit.plugins.framework import Framework
+from ckptkit.plugins.torch_checkpointing_streams import (
     BLOCK,
     SUMS_KIND,
     ReadingStream,
     WritingStream,
 )
 from ckptkit.storage import Store
+
+Framework("torch_checkpointing", "0.1", "torch-checkpointing").check(
+    {
+        "torch_checkpointing.checkpoint_writer": ["DEFAULT_TEMP_DIR_PREFIX"],
+        "torch_checkpointing.storage.base_storage": [
+            "StorageConfig.create_storage",
+            # What it calls otherwise it would not find in ours.
+            "Storage.stream_read(path, read_args)",
+            "Storage.get_write_stream(path, data)",
+            "Storage.write(path, data)",
+            "Storage.mkdir(path, recursive)",
+            "Storage.rename(src_path, dst_path, is_directory, background_cleanup)",
+            *(f"Storage.{name}(path)" for name in ("stream_write", "delete", "rmdir", "ls")),
+            *(f"Storage.{name}(path)" for name in ("exists", "getsize", "isdir", "remap_path")),
+        ],
+    }
+)
+
+# Only what is known to be there is imported.
+from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX as BEFORE
+from torch_checkpointing.storage.base_storage import Storage, StorageConfig
+
+__all__ = ["CkptkitStorage", "CkptkitStorageConfig"]
 
 _MOST = 1 << 30
 
@@ -149,20 +177,19 @@ class CkptkitStorage(Storage):
         if not isinstance(files, dict) or not all(
             type(name) is str and type(size) is int and size >= 0 for name, size in files.items()
         ):
-            raise FormatError("not a list of files with their sizes", where=self._where(key))
+            raise FormatError(
+                "not a list of files with their sizes", where=described(self._store, key)
+            )
         self._commits[checkpoint] = Commit(doc.text("id"), files)
         return self._commits[checkpoint]
 
     def _unsealed(self, kind: str, data: bytes, key: str) -> Fields:
-        where = self._where(key)
+        where = described(self._store, key)
         try:
             return Fields(unseal(kind, data, where), where)
         except FormatError as error:
             error.hint = "the checkpoint is damaged: load another"
             raise
-
-    def _where(self, key: str) -> str:
-        return f"{self._store.location}/{key}"
 
     def _is_begun(self, key: str) -> bool:
         """Whether there is nothing but what saves have left that were never committed."""
@@ -209,7 +236,7 @@ class CkptkitStorage(Storage):
         if source.checkpoint or target.checkpoint or self._committed(source):
             raise StorageError(
                 "only all of a checkpoint is renamed, and to its own name",
-                where=self._where(target.key),
+                where=described(self._store, target.key),
                 value=source.key,
             )
         self._refuse_committed(target)
@@ -238,7 +265,7 @@ class CkptkitStorage(Storage):
         if not sizes or sizes.keys() != summed:
             raise NotFoundError(
                 "not all files of the checkpoint have been written",
-                where=self._where(checkpoint),
+                where=described(self._store, checkpoint),
                 value=sorted(sizes.keys() ^ summed)[:3],
             )
         fields = {"id": mine, "time": time.time(), "files": sizes}
@@ -255,7 +282,7 @@ class CkptkitStorage(Storage):
     def _exists(self, key: str) -> AlreadyExistsError:
         found = AlreadyExistsError(
             "something is there already",
-            where=self._where(key),
+            where=described(self._store, key),
             hint="choose another name, or delete it first: storage.rmdir(…)",
         )
         found.errno = errno.ENOTEMPTY
@@ -280,7 +307,7 @@ class CkptkitStorage(Storage):
         if at.checkpoint:
             keys = [key for key in keys if key.startswith((f"{at.key}/", f"{at.sums}/"))]
         if not keys:
-            raise NotFoundError("no such folder", where=self._where(at.key))
+            raise NotFoundError("no such folder", where=described(self._store, at.key))
         # What says that there is a checkpoint goes before anything of it.
         self._store.delete(sorted(keys, key=lambda key: not key.endswith(f"/{RECORD}")))
         self._commits.clear()
@@ -298,7 +325,9 @@ class CkptkitStorage(Storage):
         doc = self._unsealed(SUMS_KIND, self._store.read_whole(key, _MOST), key)
         sums = np.frombuffer(doc.bytes("sums"), "<u4")
         if doc.integer("block") != BLOCK or doc.integer("size") != size:
-            raise CorruptionError("not the checksums of this file", where=self._where(key))
+            raise CorruptionError(
+                "not the checksums of this file", where=described(self._store, key)
+            )
         key = f"{checkpoint}/{FILES}/{commit.id}/{name}"
         return ReadingStream(self._store, key, size, sums)
 
@@ -306,7 +335,9 @@ class CkptkitStorage(Storage):
         checkpoint, commit, name = found
         if name not in commit.files:
             raise NotFoundError(
-                "no such file in the checkpoint", where=self._where(checkpoint), value=name
+                "no such file in the checkpoint",
+                where=described(self._store, checkpoint),
+                value=name,
             )
         return commit.files[name]
 
@@ -345,7 +376,7 @@ class CkptkitStorage(Storage):
         """The names in a folder; of checkpoints those that are committed."""
         at = self._at(path)
         if not self.isdir(path):
-            raise NotFoundError("no such folder", where=self._where(at.key))
+            raise NotFoundError("no such folder", where=described(self._store, at.key))
         if found := self._committed(at):
             below = f"{found[2]}/" if found[2] else ""
             inside = [name.removeprefix(below) for name in found[1].files if name.startswith(below)]
@@ -358,5 +389,7 @@ class CkptkitStorage(Storage):
         at = self._at(path)
         if found := self._committed(at):
             checkpoint, commit, name = found
-            return self._where(f"{checkpoint}/{FILES}/{commit.id}/{name}".removesuffix("/"))
-        return self._where(at.key)
+            return described(
+                self._store, f"{checkpoint}/{FILES}/{commit.id}/{name}".removesuffix("/")
+            )
+        return described(self._store, at.key)
