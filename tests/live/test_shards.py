@@ -253,7 +253,9 @@ def test_a_step_that_was_skipped_has_no_strategy(
     gate = threading.Event()
     with Checkpointer(tmp_path, asynchronous=True, when_busy="skip") as checkpointer:
         finish = checkpointer._write_and_commit
-        monkeypatch.setattr(checkpointer, "_finish", lambda *g: (gate.wait(20), finish(*g))[1])
+        monkeypatch.setattr(
+            checkpointer, "_write_and_commit", lambda *g: (gate.wait(20), finish(*g))[1]
+        )
         assert str(save_distributed(checkpointer, model, step=1)) == "single"
         assert save_distributed(checkpointer, model, step=2) is None
         gate.set()
