@@ -103,10 +103,15 @@ class Selection:
         """What an array of this name in the source is called in the target."""
         if not self.rename:
             return name
-        inner = new = inner_name(name, role)
-        for pattern, replacement in self.rename:
-            new = re.sub(pattern, replacement, new)
+        inner = inner_name(name, role)
+        new = _replaced(inner, self.rename)
         return name if new == inner else with_inner(name, role, new)
+
+
+def _replaced(inner: str, pairs: Sequence[tuple[str, str]]) -> str:
+    for pattern, replacement in pairs:
+        inner = re.sub(pattern, replacement, inner)
+    return inner
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,6 +146,7 @@ def choose(
     targets: dict[str, tuple[str, ...]] = {}
     arrays: list[Chosen] = []
     aliases: list[Alias] = []
+    inner: list[str] = []
     kinds: dict[tuple[int, DType], ArrayKind] = {}
     for number, array in enumerate(manifest.arrays):
         called = [array.name, *tied.get(array.name, ())]
@@ -150,6 +156,7 @@ def choose(
             continue
         for name in taken:
             names[name] = selection.renamed(name, array.role)
+            inner.append(inner_name(name, array.role))
         first = names[taken[0]]
         for name in called:
             targets[name] = (first,)
@@ -157,10 +164,14 @@ def choose(
         aliases += [Alias(names[name], first) for name in taken[1:]]
     if patterns:
         every = ((n, a.role) for a in manifest.arrays for n in (a.name, *tied.get(a.name, ())))
-        inner = [(name, inner_name(name, role)) for name, role in every]
-        check_used(patterns, inner, "no array has such a name")
+        both = [(name, inner_name(name, role)) for name, role in every]
+        check_used(patterns, both, "no array has such a name")
     if manifest.arrays and not arrays:
         raise UsageError("nothing is left of the step", value=selection, hint=NAMES_HINT)
+    for number, (pattern, new) in enumerate(selection.rename):
+        before = (_replaced(name, selection.rename[:number]) for name in inner)
+        if not any(re.search(pattern, name) for name in before):
+            raise UsageError("no array has a name to rename so", value=f"{pattern}=>{new}")
     targets |= {old: (new,) for old, new in names.items()}
     if isinstance(selection.names, Translation):
         seconds = {alias.name: alias.alias_of for alias in aliases}

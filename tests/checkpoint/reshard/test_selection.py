@@ -214,6 +214,12 @@ def test_names_of_tied_optimizer_state_are_known_inside_of_their_group() -> None
         ({"rename": (("(", "x"),)}, UsageError, "not a regular expression"),
         ({"rename": ((r"layers\.\d", "layer"),)}, InvalidNameError, "two arrays would have"),
         ({"rename": (("^norm$", ""),)}, InvalidNameError, "an empty name"),
+        ({"rename": (("^nrom$", "x"),)}, UsageError, "no array has a name to rename so"),
+        (
+            {"rename": (("^norm$", "n"), ("^norm$", "x"))},
+            UsageError,
+            "no array has a name to rename",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused(
