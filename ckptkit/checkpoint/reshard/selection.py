@@ -168,10 +168,11 @@ def choose(
         check_used(patterns, both, "no array has such a name")
     if manifest.arrays and not arrays:
         raise UsageError("nothing is left of the step", value=selection, hint=NAMES_HINT)
-    for number, (pattern, new) in enumerate(selection.rename):
+    for number, (pattern, replacement) in enumerate(selection.rename):
         before = (_replaced(name, selection.rename[:number]) for name in inner)
         if not any(re.search(pattern, name) for name in before):
-            raise UsageError("no array has a name to rename so", value=f"{pattern}=>{new}")
+            value = f"{pattern}=>{replacement}"
+            raise UsageError("no array has a name to rename so", value=value)
     targets |= {old: (new,) for old, new in names.items()}
     if isinstance(selection.names, Translation):
         seconds = {alias.name: alias.alias_of for alias in aliases}
