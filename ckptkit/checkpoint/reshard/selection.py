@@ -156,7 +156,8 @@ def choose(
             continue
         for name in taken:
             names[name] = selection.renamed(name, array.role)
-            inner.append(inner_name(name, array.role))
+            if selection.rename:
+                inner.append(inner_name(name, array.role))
         first = names[taken[0]]
         for name in called:
             targets[name] = (first,)
