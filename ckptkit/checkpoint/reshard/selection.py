@@ -172,8 +172,11 @@ def choose(
     for number, (pattern, replacement) in enumerate(selection.rename):
         before = (_replaced(name, selection.rename[:number]) for name in inner)
         if not any(re.search(pattern, name) for name in before):
-            value = f"{pattern}=>{replacement}"
-            raise UsageError("no array has a name to rename so", value=value)
+            raise UsageError(
+                "no array has a name to rename so",
+                value=f"{pattern}=>{replacement}",
+                hint="it is for names inside of their groups, which `ckpt show STEP` has",
+            )
     targets |= {old: (new,) for old, new in names.items()}
     if isinstance(selection.names, Translation):
         seconds = {alias.name: alias.alias_of for alias in aliases}
