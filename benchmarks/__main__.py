@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks import (
     activation,
-    cuda,
     foreign,
+    gpu,
     live,
     objects,
     optimizers,
@@ -95,7 +95,7 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         "foreign": foreign.benches(folder, gib, repeat),
         "objects": objects.benches(folder, repeat, arguments.server, gib),
         "activation": activation.benches(repeat),
-        "cuda": cuda.benches(folder, gib, repeat),
+        "cuda": gpu.benches(folder, gib, repeat),
         "strategies": strategies.benches(repeat),
         "optimizers": optimizers.benches(),
         "plan": [planning],
