@@ -71,7 +71,7 @@ class Ours(Live):
             self._checkpointer.wait()
 
     def close(self) -> None:
-        """Free the arena."""
+        """Free the memory."""
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._checkpointer = None

@@ -29,6 +29,7 @@ Options = dict[str, object]
 
 ALWAYS = (OK, USAGE, ABSENT, STORAGE, INTERRUPTED)
 
+_LATER = "later"  # the attribute of a command's function with what `_all` was given so
 _NAMED = 60  # arrays that are offered by their whole names
 
 # Spans of time are written as the library's sizes are, whose reader is no public API.
@@ -55,6 +56,8 @@ def command(
         )
         @wraps(function)
         def run(*, as_json: bool, **given: Any) -> int:
+            for put_together in getattr(function, _LATER, ()):
+                given = put_together(**given)
             reply = function(**given)
             reply.show(as_json=as_json)
             return reply.code
@@ -176,44 +179,44 @@ def selecting(what: str = "", *, optimizer: bool = False) -> Decorator:
     ]
     chosen = ("include", "exclude") if what else ()
 
-    def add(function: Function) -> Function:
-        @wraps(function)
-        def select(
-            *,
-            rename: tuple[str, ...],
-            table: str | None,
-            cast: tuple[str, ...] = (),
-            no_optimizer: bool = False,
-            **given: Any,
-        ) -> Reply:
-            renamed = []
-            for text in rename:
-                old, arrow, new = text.partition("=>")
-                if not arrow:
-                    raise click.BadParameter(f"{text!r} is no renaming: write 'old=>new'")
-                renamed.append((old, new))
-            # The last = of a cast, as a pattern may have others.
-            casts = [text.rpartition("=") for text in cast]
-            selection = ckptkit.Selection(
-                **{name: given.pop(name) for name in chosen},
-                cast=tuple((pattern, dtype) for pattern, _, dtype in casts),
-                rename=tuple(renamed),
-                names=table,
-                optimizer=not no_optimizer,
-            )
-            return function(selection=selection, **given)
+    def select(
+        *,
+        rename: tuple[str, ...],
+        table: str | None,
+        cast: tuple[str, ...] = (),
+        no_optimizer: bool = False,
+        **given: Any,
+    ) -> dict[str, Any]:
+        renamed = []
+        for text in rename:
+            old, arrow, new = text.partition("=>")
+            if not arrow:
+                raise click.BadParameter(f"{text!r} is no renaming: write 'old=>new'")
+            renamed.append((old, new))
+        # The last = of a cast, as a pattern may have others.
+        casts = [text.rpartition("=") for text in cast]
+        selection = ckptkit.Selection(
+            **{name: given.pop(name) for name in chosen},
+            cast=tuple((pattern, dtype) for pattern, _, dtype in casts),
+            rename=tuple(renamed),
+            names=table,
+            optimizer=not no_optimizer,
+        )
+        return {"selection": selection, **given}
 
-        return _all(*options)(select)
-
-    return add
+    return _all(*options, later=select)
 
 
-def _all(*options: Decorator) -> Decorator:
-    """Some options, in the order in which the help has them."""
+def _all(*options: Decorator, later: Callable[..., dict[str, Any]] | None = None) -> Decorator:
+    """Some options, in the order in which the help has them. Once all are read, `later` makes of
+    what they are what the command gets.
+    """
 
     def add(function: Function) -> Function:
         for each in reversed(options):
             function = each(function)
+        if later is not None:
+            vars(function).setdefault(_LATER, []).append(later)
         return function
 
     return add
@@ -287,26 +290,27 @@ def size(text: str) -> Callable[[Any], Any]:
     return option("--set NAME=N...", text, into="sizes", callback=_sizes)
 
 
-def rules_options(function: Function) -> Function:
-    """The options that say what is cut where, as the library takes them: `rules`, `sizes` and
-    `replicate_unknown`.
-    """
+def _with_config(*, config: dict[str, Any], sizes: dict[str, Any], **given: Any) -> dict[str, Any]:
+    return {"sizes": config | sizes, **given}  # what is set by itself wins
 
-    @wraps(function)
-    def merge(*, config: dict[str, Any], sizes: dict[str, Any], **given: Any) -> Reply:
-        return function(sizes=config | sizes, **given)  # what is set by itself wins
 
-    text = "A config.json with the sizes that rules refer to."
-    return _all(
-        option(
-            "--rules RULES",
-            "A file, a preset, or auto (the default).",
-            shell_complete=documents("presets"),
-        ),
-        option("--config FILE", text, type=click.Path(), callback=_config),
-        size("One such size."),
-        option("--replicate-unknown", "Replicate what no rule knows."),
-    )(merge)
+# What says what is cut where, as the library takes it: `rules`, `sizes` and `replicate_unknown`.
+rules_options = _all(
+    option(
+        "--rules RULES",
+        "A file, a preset, or auto (the default).",
+        shell_complete=documents("presets"),
+    ),
+    option(
+        "--config FILE",
+        "A config.json with the sizes that rules refer to.",
+        type=click.Path(),
+        callback=_config,
+    ),
+    size("One such size."),
+    option("--replicate-unknown", "Replicate what no rule knows."),
+    later=_with_config,
+)
 
 
 split_heads = option("--allow-split-heads", "Cut where no size says whether a head ends there.")

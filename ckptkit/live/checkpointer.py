@@ -24,8 +24,9 @@ from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.errors import CkptkitError, FormatError, GivenUpError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
 from ckptkit.live.comparison import LoadOptions
+from ckptkit.live.last_save import LastSave
 from ckptkit.live.restore import NOT_LOADED, Restored, load_into
-from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare
+from ckptkit.live.save import PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, World, current_world, next_name, ranks_of
 from ckptkit.live.tiers import Background, Tiers
@@ -122,7 +123,7 @@ class Checkpointer:
             copies_first=asynchronous,
         )
         self._calls = 0
-        self._arena = Arena()
+        self._last = LastSave()
         self._background = Background()
         self._used: list[Ranks] = []
         self._writing: PreparedSave | None = None
@@ -187,7 +188,7 @@ class Checkpointer:
                 started, target = time.perf_counter(), self._tiers.target
                 options, world = self._options, self._world
                 save = prepare(
-                    target, step, training, extra, options, self._arena, world=world, ranks=ranks
+                    target, step, training, extra, options, self._last, world=world, ranks=ranks
                 )
             if self._asynchronous:
                 self._writing = save
@@ -322,7 +323,7 @@ class Checkpointer:
         try:
             self._background.wait()
         finally:
-            self._arena.close()
+            self._last.close()
             self._tiers.wait()
 
     def __enter__(self) -> Self:
@@ -342,7 +343,7 @@ class Checkpointer:
         step = save.writer.step
         with after:
             try:
-                with failing_together(save.ranks):
+                with failing_together(save.ranks), save.writer:
                     # All ranks have begun this save, so none can look at what the last but one left
                     # in the store any more.
                     self._used.append(save.ranks)
@@ -350,8 +351,9 @@ class Checkpointer:
                         old = self._used.pop(0)
                         if self._world.rank == 0:
                             old.forget()
-                    save.commit()
-                self._arena.keep(save)
+                    save.check_replicas()
+                    save.writer.commit()
+                self._last.keep(save.writer.plan, save.basis)
                 if self._world.rank == 0:
                     seconds = time.perf_counter() - started
                     speed = size_text(save.nbytes / seconds)

@@ -1,32 +1,30 @@
-"""What `Checkpointer.save` does: `prepare` looks, agrees, lays out and, where asked to, stages;
-what it gives back writes and commits. The call itself is in `checkpointer`.
+"""What `Checkpointer.save` does before anything is written: `prepare` looks, agrees, lays out and,
+where asked to, stages. The call itself, and what is done after that, is in `checkpointer`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy.typing as npt
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks
 from ckptkit.checkpoint.rules_file import fitting_presets, of_first_layer
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, uncollected
-from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.checkpoint.write.writer import HeldKind, Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
-from ckptkit.live.snapshot import Outline, Snapshot, rules_of, take_snapshot
+from ckptkit.live.last_save import Basis, LastSave
+from ckptkit.live.snapshot import Snapshot, rules_of, take_snapshot
 from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
@@ -34,20 +32,19 @@ from ckptkit.live.state.tensors import (
     bits_of,
     checksum,
     checksum_of,
-    devices_of,
     dtype_of,
-    host_memory,
-    synchronize,
 )
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.model import Shard, Strided
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, may_cut
-from ckptkit.storage import AlignedBuffer, BufferPool, Store
+from ckptkit.storage import Store
 
-_ALIGNMENT = 64
 _THREADS_BESIDE = 2  # the training
+
+Held: TypeAlias = tuple[LiveTensor, npt.NDArray[Any]]
+"""A tensor, and its elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +64,6 @@ class SaveOptions:
     """Whether the state may change as soon as a save is prepared."""
 
 
-class Basis(NamedTuple):
-    """What the plan of a save rests on: where all of it is the same again, the next save has the
-    same plan.
-    """
-
-    outline: Outline
-    replicas: list[tuple[int, int]]
-    """The tensors that are compared between ranks, by `_replicas`."""
-    elsewhere: frozenset[str]
-    preset: str | None
-    nbytes: int
-    """The bytes of the whole job."""
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedSave:
     """One save of one rank, which any thread may commit."""
@@ -95,13 +78,12 @@ class PreparedSave:
     compared: Sequence[tuple[str, int, int]] | None
     """Name, first rank and checksum of what has to be alike; None where no rank compares any."""
 
-    def commit(self) -> None:
-        """Write it and make the step exist, if what has to be alike is: in `prepare` a training
-        would wait for the slowest rank.
+    def check_replicas(self) -> None:
+        """Refuse the save where what has to be alike is not, before it is committed: in `prepare` a
+        training would wait for the slowest rank.
         """
-        with self.writer:
-            if self.compared is not None:
-                _check_replicas(self.ranks, self.compared)
+        if self.compared is not None:
+            _check_replicas(self.ranks, self.compared)
 
     def cancel(self) -> None:
         """From another thread: write nothing more and do not commit, if it is not too late."""
@@ -116,7 +98,7 @@ def prepare(
     training: TrainingState,
     extra: Mapping[str, object] | None,
     options: SaveOptions,
-    arena: Arena,
+    last: LastSave,
     *,
     world: World,
     ranks: StoreRanks | OneRank,
@@ -126,7 +108,6 @@ def prepare(
     """
     # Look at what this rank holds. Where that is not as its placements say it is moved, and what
     # lies on devices is copied into host memory. For tensors on the CPU only `stage` sees to that.
-    last = arena.basis
     snapshot = take_snapshot(
         world,
         training,
@@ -135,68 +116,19 @@ def prepare(
         rules=options.rules,
         ranks=ranks,
         outlined=True,
-        last=last and last.outline,
+        last=last.outline,
     )
-    topology, trees = snapshot.topology, snapshot.open_trees
     tensors: Sequence[LiveTensor] = [
-        held if held.own is None else held.moved(topology) for held in snapshot.tensors
+        held if held.own is None else held.moved(snapshot.topology) for held in snapshot.tensors
     ]
     on_devices = not all(held.local.is_cpu for held in tensors)
-    tensors = arena.hold(tensors) if on_devices else tensors
+    tensors = last.hold(tensors) if on_devices else tensors
     # The elements of each, made once: of 100,000 tensors that takes a tenth of a second.
-    memory = [bits_of(held.name, held.local) for held in tensors]
+    held = [(tensor, bits_of(tensor.name, tensor.local)) for tensor in tensors]
 
-    # Agree on what only some pipeline stages have, or owners of ZeRO-1.
-    parameters = {held.name: held for held in tensors if held.role == "param"}
-
-    def fingerprint(name: str) -> object:
-        """What a parameter holds; buffers of one name may differ from stage to stage."""
-        if (held := parameters.get(name)) is None:
-            return None
-        dtype = str(dtype_of(name, held.local))
-        return [dtype, list(held.shape), checksum(name, held.local)]
-
-    names = [*(held.name for held in snapshot.tensors), *snapshot.tied]
-    # Extra state is that of the first rank which has the module, as buffers are.
-    values = tensors_inline(snapshot.values, "model")
-    agreement = put_together(ranks, topology, names, snapshot.optimizers, values, fingerprint)
-
-    # Agree on the step and its details, which stages may tell differently, and on what ranks may
-    # have of their own: keys of nested dictionaries, and values that nothing keeps the same, which
-    # `commit` compares. Ranks meet here for such keys only: else a late one keeps nobody waiting.
-    unchanged = last if last and last.outline is snapshot.outline else None
-    numbered = unchanged.replicas if unchanged else _replicas(snapshot, options.differing)
-    replicas = [(tensors[n].name, first, checksum_of(memory[n])) for n, first in numbered]
-    plain = _plain_values(snapshot, values, options.differing)
-    # In whatever order they are, the same keys have the same digest.
-    ordered = sorted((list(keys) for keys in _keys(trees)), key=dumps)
-    keys = hashlib.sha256(dumps(ordered)).digest() if trees else b""
-    # With stages all ranks meet: the first one may have nothing to compare where others have.
-    compares = bool(replicas) or bool(trees) or topology.pipeline is not None
-
-    def as_rank_0_has_it() -> tuple[int, dict[str, Any], bytes, bool, dict[str, int], str | None]:
-        preset = unchanged.preset if unchanged else _preset(snapshot, options.chunk_bytes)
-        return step, training.details(), keys, compares and world.size > 1, plain, preset
-
-    wanted, details, first_keys, compares, theirs, preset = ranks.share(as_rank_0_has_it)
-    if wanted != step:
-        raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)
-    compared = None
-    if compares:
-        # Stages of a pipeline have groups of their own: the first rank of each is what counts.
-        mesh = topology.strategy.mesh
-        here = enumerate(mesh.coords(world.rank))
-        first = mesh.rank(tuple(at if axis == topology.pipeline else 0 for axis, at in here))
-        compared = [*((n, first, crc) for n, crc in plain.items()), *replicas]
-    else:
-        _check_plain_values(plain, theirs, world.rank)
-    objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
-    some: dict[Keys, list[int]] = {}
-    if first_keys and world.size > 1:
-        some = _keys_of_some(ranks, trees, differs=keys != first_keys)
-        objects, tensors = own_apart(topology, objects, tensors, some)
-
-    # Lay out what this rank writes, as the last time where nothing but the values is new.
+    # Agree with the other ranks, and lay out what this one writes of it.
+    known = last.known(snapshot.outline)
+    agreed = _agree(ranks, step, training, snapshot, held, options, known)
     cancelled = threading.Event()
 
     def progress(nbytes: int) -> None:
@@ -208,64 +140,156 @@ def prepare(
     writer = Writer(
         store,
         step=step,
-        strategy=topology.strategy,
+        strategy=snapshot.topology.strategy,
         rank=world.rank,
         barrier=ranks,
-        details=details,
+        details=agreed.details,
         overwrite=options.overwrite,
         chunk_bytes=options.chunk_bytes,
         threads=_writing_threads(store, options),
         progress=progress,
     )
-    pairs = zip(tensors, memory, strict=True)
-    mine = [(held, bits) for held, bits in pairs if held.name not in agreement.elsewhere]
-    basis, nbytes = None, unchanged.nbytes if unchanged else _whole_bytes(snapshot)
-    if snapshot.outline is not None and not some:
-        basis = Basis(snapshot.outline, numbered, agreement.elsewhere, preset, nbytes)
-    writer.like = arena.plan
-    if arena.plan is not None and basis is not None and basis == last:
-        parts = zip(mine, arena.plan.parts, strict=True)
-        writer.add_again([None if part.is_empty else bits for (_, bits), part in parts])
-    else:
-        tied = {n: of for n, of in snapshot.tied.items() if n not in agreement.elsewhere}
-        rules = [rules_of(training, options.rules), HandCuts.of(preset)]
-        _add(writer, topology, mine, tied, rules, options.chunk_bytes)
-    if world.rank == 0:
-        of_all = {"model": dict(agreement.values), "optimizer": agreement.optimizers}
-        objects |= {group: values for group, values in of_all.items() if values}
-    for key, value in objects.items():
-        writer.add_object(key, value)
+    _lay_out(writer, snapshot, agreed, rules_of(training, options.rules), options, last)
 
     # Stage: what came from devices is a copy already.
     if options.copies_first and not on_devices:
-        writer.stage(arena.pool, threads=copying_threads(world))
-    return PreparedSave(writer, ranks, cancelled, nbytes, basis, compared)
+        writer.stage(last.pool, threads=copying_threads(world))
+    return PreparedSave(writer, ranks, cancelled, agreed.nbytes, agreed.basis, agreed.compared)
 
 
-def _add(
+@dataclass(frozen=True, slots=True, eq=False)
+class _Agreed:
+    """What the ranks have agreed on, and what this one saves of its state."""
+
+    details: dict[str, Any]
+    preset: str | None
+    tensors: Sequence[Held]
+    tied: Mapping[str, str]
+    """Second names of tensors, with the first."""
+    objects: Mapping[str, object]
+    compared: Sequence[tuple[str, int, int]] | None
+    nbytes: int
+    basis: Basis | None
+
+
+def _agree(
+    ranks: Ranks,
+    step: int,
+    training: TrainingState,
+    snapshot: Snapshot,
+    held: Sequence[Held],
+    options: SaveOptions,
+    known: Basis | None,
+) -> _Agreed:
+    """Find out with the other ranks what each of them saves. Where tensors are those of the last
+    save, what is `known` of them need not be found out again.
+    """
+    # What only some pipeline stages have, or owners of ZeRO-1.
+    topology, trees = snapshot.topology, snapshot.open_trees
+    parameters = {tensor.name: tensor for tensor, _ in held if tensor.role == "param"}
+
+    def fingerprint(name: str) -> object:
+        """What a parameter holds; buffers of one name may differ from stage to stage."""
+        if (tensor := parameters.get(name)) is None:
+            return None
+        dtype = str(dtype_of(name, tensor.local))
+        return [dtype, list(tensor.shape), checksum(name, tensor.local)]
+
+    names = [*(tensor.name for tensor in snapshot.tensors), *snapshot.tied]
+    # Extra state is that of the first rank which has the module, as buffers are.
+    values = tensors_inline(snapshot.values, "model")
+    agreement = put_together(ranks, topology, names, snapshot.optimizers, values, fingerprint)
+
+    # The step and its details, which stages may tell differently, and what ranks may have of their
+    # own: keys of nested dictionaries, and values that nothing keeps the same, which are compared
+    # before the commit. Ranks meet here for such keys only: else a late one keeps nobody waiting.
+    numbered = known.replicas if known else _replicas(snapshot, options.differing)
+    replicas = [(held[n][0].name, first, checksum_of(held[n][1])) for n, first in numbered]
+    plain = _plain_values(snapshot, values, options.differing)
+    # In whatever order they are, the same keys have the same digest.
+    ordered = sorted((list(keys) for keys in _keys(trees)), key=dumps)
+    keys = hashlib.sha256(dumps(ordered)).digest() if trees else b""
+    # With stages all ranks meet: the first one may have nothing to compare where others have.
+    compares = bool(replicas) or bool(trees) or topology.pipeline is not None
+    compares = compares and ranks.world_size > 1
+
+    def as_rank_0_has_it() -> tuple[int, dict[str, Any], bytes, bool, dict[str, int], str | None]:
+        preset = known.preset if known else _preset(snapshot, options.chunk_bytes)
+        return step, training.details(), keys, compares, plain, preset
+
+    wanted, details, first_keys, compares, theirs, preset = ranks.share(as_rank_0_has_it)
+    if wanted != step:
+        raise UsageError(f"rank 0 saves step {wanted}, rank {ranks.rank} another one", value=step)
+    compared = None
+    if compares:
+        # Stages of a pipeline have groups of their own: the first rank of each is what counts.
+        mesh = topology.strategy.mesh
+        here = enumerate(mesh.coords(ranks.rank))
+        first = mesh.rank(tuple(at if axis == topology.pipeline else 0 for axis, at in here))
+        compared = [*((n, first, crc) for n, crc in plain.items()), *replicas]
+    else:
+        _check_plain_values(plain, theirs, ranks.rank)
+
+    # What is left for this rank: each tensor that no earlier stage saves, and what it alone has.
+    objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
+    some: dict[Keys, list[int]] = {}
+    if first_keys and ranks.world_size > 1:
+        some = _keys_of_some(ranks, trees, differs=keys != first_keys)
+        objects, own = own_apart(topology, objects, [tensor for tensor, _ in held], some)
+        held = [(tensor, bits) for tensor, (_, bits) in zip(own, held, strict=True)]
+    if ranks.rank == 0:
+        of_all = {"model": dict(agreement.values), "optimizer": agreement.optimizers}
+        objects |= {group: values for group, values in of_all.items() if values}
+    elsewhere = agreement.elsewhere
+    basis, nbytes = None, known.nbytes if known else _whole_bytes(snapshot)
+    if snapshot.outline is not None and not some:
+        basis = Basis(snapshot.outline, numbered, elsewhere, preset, nbytes)
+    return _Agreed(
+        details=details,
+        preset=preset,
+        tensors=[each for each in held if each[0].name not in elsewhere],
+        tied={name: first for name, first in snapshot.tied.items() if name not in elsewhere},
+        objects=objects,
+        compared=compared,
+        nbytes=nbytes,
+        basis=basis,
+    )
+
+
+def _lay_out(
     writer: Writer,
-    topology: Topology,
-    tensors: Sequence[tuple[LiveTensor, npt.NDArray[Any]]],
-    tied: Mapping[str, str],
-    rules: Sequence[HandCuts],
-    chunk_bytes: int,
+    snapshot: Snapshot,
+    agreed: _Agreed,
+    rules: HandCuts,
+    options: SaveOptions,
+    last: LastSave,
 ) -> None:
-    """Add this rank's tensors, each with its elements, to what it writes."""
-    sliced = _sliced(topology, rules)
-    # Layers are alike: what one has found out holds for all.
-    kinds: dict[Hashable, HeldKind] = {}
-    for held, bits in tensors:
-        name, shape, dtype = held.name, held.shape, dtype_of(held.name, held.local)
-        is_large = may_cut(math.prod(shape) * dtype.itemsize, chunk_bytes)
-        dims = sliced(held) if is_large else None
-        key = shape, dtype.name, id(held.placements), held.alike_along, held.role, dims
-        if key not in kinds:
-            placements = held.saved_placements(topology)
-            kinds[key] = writer.kind(name, shape, dtype, placements, held.role, dims)
-        kind = kinds[key]
-        writer.add_alike(name, kind, None if kind.part.is_empty else bits, held.of)
-    for name, first in tied.items():
-        writer.add_alias(name, first)
+    """Add what this rank saves to what it writes: as the last time where nothing but the values is
+    new.
+    """
+    writer.like = last.plan
+    if plan := last.plan_on(agreed.basis):
+        pairs = zip(agreed.tensors, plan.parts, strict=True)
+        writer.add_again([None if part.is_empty else bits for (_, bits), part in pairs])
+    else:
+        topology = snapshot.topology
+        sliced = _sliced(topology, [rules, HandCuts.of(agreed.preset)])
+        # Layers are alike: what one has found out holds for all.
+        kinds: dict[Hashable, HeldKind] = {}
+        for held, bits in agreed.tensors:
+            name, shape, dtype = held.name, held.shape, dtype_of(held.name, held.local)
+            is_large = may_cut(math.prod(shape) * dtype.itemsize, options.chunk_bytes)
+            dims = sliced(held) if is_large else None
+            key = shape, dtype.name, id(held.placements), held.alike_along, held.role, dims
+            if key not in kinds:
+                placements = held.saved_placements(topology)
+                kinds[key] = writer.kind(name, shape, dtype, placements, held.role, dims)
+            kind = kinds[key]
+            writer.add_alike(name, kind, None if kind.part.is_empty else bits, held.of)
+        for name, first in agreed.tied.items():
+            writer.add_alias(name, first)
+    for group, value in agreed.objects.items():
+        writer.add_object(group, value)
 
 
 def _writing_threads(store: Store, options: SaveOptions) -> int:
@@ -438,63 +462,3 @@ def _whole_bytes(snapshot: Snapshot) -> int:
     here = sum(held.nbytes for held in tensors)
     pipeline = snapshot.topology.pipeline
     return here * (1 if pipeline is None else snapshot.topology.strategy.mesh.sizes[pipeline])
-
-
-class Arena:
-    """What a save leaves to the next one: host memory of the size of this rank's state, pinned
-    where a device copies into it, a pool of one buffer where the writer itself copies from host
-    memory; and what was found out of the tensors and how the pack was laid out, about 2.5 KB an
-    array, which seldom changes between two saves of a job.
-    """
-
-    def __init__(self) -> None:
-        self.plan: PackPlan | None = None
-        self.basis: Basis | None = None
-        self.pool = _PoolOfOne()
-        self._memory: torch.Tensor | None = None
-
-    def hold(self, tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
-        """The same tensors in the arena; complete, and independent of the originals, on return."""
-        starts, size = [], 0
-        for held in tensors:
-            starts.append(size)
-            size += -(-held.local.nbytes // _ALIGNMENT) * _ALIGNMENT
-        devices = devices_of(held.local for held in tensors)
-        pinned = any(device.type == "cuda" for device in devices)
-        # What other streams still compute is part of the state, and copies here wait for none.
-        synchronize(devices)
-        memory = self._memory
-        if memory is None or memory.nbytes < size or memory.is_pinned() < pinned:
-            memory = self._memory = None  # freed first: two would be twice the promised memory
-            memory = self._memory = host_memory(size, devices)
-        copies = []
-        for held, start in zip(tensors, starts, strict=True):
-            local = held.local
-            copy = memory[start : start + local.nbytes].view(local.dtype).view(local.shape)
-            # Torch copies the bits of a conjugate and then turns the copy, on the host, whether
-            # they have arrived or not: so it is turned before.
-            copy.copy_(local.resolve_conj().resolve_neg(), non_blocking=True)
-            copies.append(held.in_memory(copy))
-        synchronize(devices)
-        return copies
-
-    def keep(self, save: PreparedSave) -> None:
-        """Remember what was found out for a save that is committed."""
-        self.plan, self.basis = save.writer.plan, save.basis
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._memory = self.plan = self.basis = None
-        self.pool.clear()
-
-
-class _PoolOfOne(BufferPool):
-    """Keeps the last buffer, whatever its size, and never two: states grow by optimizer state."""
-
-    def __init__(self) -> None:
-        super().__init__(limit=sys.maxsize)
-
-    def take(self, size: int, *, congruent_to: int = 0) -> AlignedBuffer:
-        if not self.has(size, congruent_to=congruent_to):
-            self.clear()
-        return super().take(size, congruent_to=congruent_to)

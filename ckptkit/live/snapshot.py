@@ -16,6 +16,7 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format.names import ALIKE, WRAPPED, join
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
+from ckptkit.live.last_save import Look, Outline
 from ckptkit.live.state.extra import DataRanks
 from ckptkit.live.state.lines import Line, check_upwards, dtensor_lines, kind_of, mesh_lines
 from ckptkit.live.state.parts import (
@@ -31,7 +32,6 @@ from ckptkit.live.state.tensors import (
     as_spread,
     check_plain,
     checksum,
-    is_plain,
     local_of,
     parts_of_tensor,
 )
@@ -125,7 +125,7 @@ def take_snapshot(
         trees |= tensors
         look.at_tree(tensors, is_replicated=isinstance(training.stateful[group], Replicated))
     collector = Collector(topology, known, staged=staged, are_plain=look.is_usual)
-    if last is not None and look.is_usual and last.seen == look.seen:
+    if last is not None and last.holds(look):
         collector.take(last, look.locals)
         outline: Outline | None = last
     else:
@@ -423,74 +423,3 @@ class Collector:
             if self._is_cut[whole.name] and not self._is_cut[name]:
                 # Each rank may have made it of its own rows: the commit compares.
                 self.compared[f"{ALIKE}/{name}"] = checksum(name, part)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Outline:
-    """What a snapshot found out of tensors, without their memory: `seen` is all that it follows
-    from, in the order in which it was looked at.
-    """
-
-    topology: Topology
-    seen: list[object]
-    tensors: list[LiveTensor]
-    tied: dict[str, str]
-
-
-class Look:
-    """A look at tensors, which takes much less time than to collect them: `seen` is one flat list
-    of what they are, to be compared with that of the last look; `locals` is what this rank holds.
-
-    All that `Collector` asks of an entry or a tensor has to be in `seen`. Values need not be: they
-    are read from where the tensors lie now.
-    """
-
-    def __init__(self, seen: list[object], *, is_usual: bool) -> None:
-        self.seen = seen
-        self.locals: list[torch.Tensor] = []
-        self.is_usual = is_usual
-        """Whether all tensors have elements of their own; others are looked at each time."""
-
-    def at_model(self, entries: Sequence[ModelEntry]) -> None:
-        """Parameters and buffers, and which of them are one tensor."""
-        if not self.is_usual:
-            return
-        self.seen.append(len(entries))
-        first: dict[int, int] = {}
-        for number, entry in enumerate(entries):
-            name, value, is_parameter, shared, _, is_kept, is_broadcast = entry
-            is_tensor = isinstance(value, torch.Tensor)
-            known = first.setdefault(id(value), number) if is_tensor else None
-            self.seen += (name, is_parameter, shared, is_kept, is_broadcast, known)
-            if is_tensor:
-                if "_st_info" in value.__dict__:
-                    self.is_usual = False  # each time it becomes another DTensor
-                if known == number:
-                    self._at(value)
-
-    def at_optimizer(self, entries: Sequence[StateEntry]) -> None:
-        """What an optimizer keeps."""
-        self.seen.append(len(entries))
-        for parameter, key, value, shared in entries:
-            self.seen += (parameter, key, shared)
-            if isinstance(value, torch.Tensor):
-                self._at(value)
-
-    def at_tree(self, tensors: Mapping[str, torch.Tensor], *, is_replicated: bool) -> None:
-        """The tensors of a nested dictionary."""
-        self.seen += (len(tensors), is_replicated)
-        for name, tensor in tensors.items():
-            self.seen.append(name)
-            self._at(tensor)
-
-    def _at(self, tensor: torch.Tensor) -> None:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        # What is amiss with one is told by who collects it.
-        if not self.is_usual or not is_plain(local):
-            self.is_usual = False
-            return
-        if isinstance(tensor, DTensor):
-            spec = tensor._spec
-            self.seen += (tensor.shape, tensor.dtype, spec.mesh, spec.placements)
-        self.seen += (type(tensor), local.shape, local.dtype, local.device)
-        self.locals.append(local.detach() if local.requires_grad else local)

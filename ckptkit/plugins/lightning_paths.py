@@ -29,9 +29,10 @@ from ckptkit.errors import FormatError, NotFoundError, UnsupportedTypeError, Usa
 from ckptkit.format.names import OPTIMIZER
 from ckptkit.format.objects import Replicated
 from ckptkit.live import Checkpointer, Restored, load, load_state
+from ckptkit.live.last_save import LastSave
 from ckptkit.live.restore import NOT_LOADED
 from ckptkit.live.resume import saved_documents
-from ckptkit.live.save import Arena, SaveOptions, prepare
+from ckptkit.live.save import SaveOptions, prepare
 from ckptkit.live.state.extra import SEEN_BY_ALL
 from ckptkit.live.state.ranks import World, current_world, meeting
 from ckptkit.live.tiers import Background, first_sound
@@ -112,7 +113,7 @@ class PathRuns:
         self._stores: dict[str, Store] = {}
         # By location. One saves at a time, so that all of them share the memory of one.
         self._open: dict[str, Checkpointer] = {}
-        self._arena = Arena()
+        self._last = LastSave()
         # What follows a commit on rank 0: the small file, and what that replaces.
         self._later = Background()
         self._unnamed = ""
@@ -146,9 +147,9 @@ class PathRuns:
         options = SaveOptions()
         with _naming_keys():
             alone: Any = {"world": World(), "ranks": OneRank()}
-            saved = prepare(store, step, training, None, options, self._arena, **alone)
-            saved.commit()
-        self._arena.keep(saved)
+            saved = prepare(store, step, training, None, options, self._last, **alone)
+            saved.writer.commit()
+        self._last.keep(saved.writer.plan, saved.basis)
         self._name(os.fspath(path), location, step)
 
     def load(
@@ -218,7 +219,7 @@ class PathRuns:
             for each in opened:
                 each.close()
         finally:
-            self._arena = Arena()
+            self._last = LastSave()
             self._later.wait()
             self._stores.clear()
 
@@ -232,7 +233,7 @@ class PathRuns:
         if made is None:
             options = {k: v for k, v in self._saving.items() if k != "storage_options"}
             made = self._open[location] = Checkpointer(self._store(location), **options)
-            made._arena = self._arena
+            made._last = self._last
         return made
 
     def _after(self, work: Callable[[], None], what: str) -> None:

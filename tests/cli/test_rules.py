@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import pytest
-from ckptkit.cli.options import rules_options
+from ckptkit.cli.options import command, rules_options
 from ckptkit.cli.output import Reply
 
 import ckptkit
@@ -161,13 +160,17 @@ def test_what_cannot_be_right_is_wrong_usage(llama: Path, arguments: list[str], 
 
 
 def test_sizes_that_are_set_win_over_the_config(config: Path) -> None:
-    @click.command()
+    given: list[dict[str, Any]] = []
+
+    @command("ckpt sizes")
     @rules_options
     def sizes(*, sizes: dict[str, Any], **_: Any) -> Reply:
+        given.append(sizes)
         return Reply(sizes)
 
     def found(*line: str) -> Any:
-        return sizes.main([*line], standalone_mode=False).document
+        sizes.main([*line], standalone_mode=False)
+        return given.pop()
 
     said = found("--config", str(config), "--set", "hidden_size=32", "--set", "extra = 3")
     assert (said["hidden_size"], said["num_attention_heads"], said["extra"]) == (32, 4, 3)

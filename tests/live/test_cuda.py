@@ -204,7 +204,7 @@ def test_training_that_goes_on_during_the_write_changes_nothing_of_it(tmp_path: 
                 torch.cuda.synchronize()
                 go.set()
                 checkpointer.wait()
-        memory = checkpointer._arena._memory
+        memory = checkpointer._last._memory
         assert memory is not None
         assert memory.is_pinned()
         assert memory.nbytes == 4 * LARGE  # exactly, and no power of two

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ckptkit.checkpoint.places import Place, described, manifest_at, read_manifest, store_at
 from ckptkit.checkpoint.read.packs import packs_of
 from ckptkit.checkpoint.read.reader import Wanted, plan_read
-from ckptkit.checkpoint.workers import Pace, Progress, uncollected
+from ckptkit.checkpoint.workers import Pace, Progress, share_out, uncollected
 from ckptkit.errors import (
     FormatError,
     LayoutError,
@@ -334,7 +334,7 @@ class Checkpoint(Closing):
         if threads:
             pace = replace(pace, requests=threads)
         plan = plan_read(self.packs, checked, pace, verify=verify, progress=progress, alone=alone)
-        plan.run()
+        share_out(plan.runs, plan.read, plan.pace.requests)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.

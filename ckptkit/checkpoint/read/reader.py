@@ -15,7 +15,7 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.checkpoint.read.packs import OpenPacks
-from ckptkit.checkpoint.workers import Pace, Progress, share_out
+from ckptkit.checkpoint.workers import Pace, Progress
 from ckptkit.model import Box
 from ckptkit.model.grid import I64
 from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, side_by_side
@@ -63,7 +63,7 @@ class Wanted:
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
     """All pieces that fill some wanted boxes, sorted by where they lie; columns with one row a
-    piece.
+    piece. `read` is for any thread, `pace.requests` of them are fast at a time.
     """
 
     packs: OpenPacks
@@ -107,10 +107,6 @@ class ReadPlan:
             return None
         flat = target.reshape(-1).view(np.uint8).data
         return flat[begin : begin + int(self.stop[row] - self.start[row])]
-
-    def run(self) -> None:
-        """Fill the boxes, by as many threads as requests are fast at a time."""
-        share_out(self.runs, self.read, self.pace.requests)
 
     def read(self, run: tuple[int, int]) -> None:
         """Read one run, from any thread; CorruptionError names the first chunk that is not as it

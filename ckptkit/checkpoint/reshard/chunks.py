@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +51,10 @@ class ChunkCopier:
         """Fill some chunks of a pack together: each chunk of the source is read, and checked, once
         for all. Slots number the arrays of the pack, which are made of `origins`.
         """
-        slots = list(slots)
-        left = slots if self.small is None else self.small.fill(origins, slots)
+        left = slots = list(slots)
+        if self.small is not None:
+            moves, left = self.small.moves(origins, slots)
+            self.small.copy(moves)
         self.fill_boxes(
             (origins[slot.array], *chunk_view(origins[slot.array].info, slot.chunk, slot.memory))
             for slot in left
@@ -84,9 +86,17 @@ class ChunkCopier:
             whole = []
         for some, verify in ((whole, True), (exact, False)):
             if some:
-                plan_read(self.source.packs, some, self.budget.pace, verify=verify).run()
+                read_boxes(self.source, self.budget, some, verify=verify)
         for array, values, stored in casts:
             cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
+
+
+def read_boxes(
+    source: Checkpoint, budget: Budget, wanted: Sequence[Wanted], *, verify: bool = True
+) -> None:
+    """Fill what is wanted, as fast as the budget allows."""
+    plan = plan_read(source.packs, wanted, budget.pace, verify=verify)
+    share_out(plan.runs, plan.read, plan.pace.requests)
 
 
 def _part(wanted: Wanted, inside: tuple[slice, ...]) -> Wanted:
@@ -252,6 +262,10 @@ class _Move(NamedTuple):
     target_steps: tuple[int, ...]
 
 
+_Moves: TypeAlias = tuple[list[int], list[tuple[memoryview, _Move]]]
+"""Rows of the manifest, and where their chunks go: in which memory, and how."""
+
+
 class _Filling(NamedTuple):
     """What fills a chunk of the target; the rest of one that is `padded` is zero."""
 
@@ -271,8 +285,10 @@ class SmallChunks:
         # in another way.
         self._known: dict[tuple[int, int, int], _Filling | None] = {}
 
-    def fill(self, origins: Sequence[TargetArray], slots: Iterable[Slot]) -> list[Slot]:
-        """Fill slots, whose arrays are made of `origins`; gives back those that it leaves."""
+    def moves(
+        self, origins: Sequence[TargetArray], slots: Iterable[Slot]
+    ) -> tuple[_Moves, list[Slot]]:
+        """What fills slots, whose arrays are made of `origins`, and the slots that it leaves."""
         left: list[Slot] = []
         rows: list[int] = []
         jobs: list[tuple[memoryview, _Move]] = []
@@ -292,12 +308,13 @@ class SmallChunks:
             for move in filling.moves:
                 rows.append(first + move.chunk)
                 jobs.append((memory, move))
-        if rows:
-            self._copy(rows, jobs)
-        return left
+        return (rows, jobs), left
 
-    def _copy(self, rows: list[int], jobs: list[tuple[memoryview, _Move]]) -> None:
+    def copy(self, moves: _Moves) -> None:
         """Read the chunks of some rows of the manifest, check each once, copy what is wanted."""
+        rows, jobs = moves
+        if not rows:
+            return
         manifest, packs = self._source.manifest, self._source.packs
         pack, offset = manifest.pack[rows], manifest.offset[rows].astype(np.int64)
         order = np.lexsort((offset, pack))

@@ -15,8 +15,12 @@ import numpy as np
 
 from ckptkit.checkpoint.places import data_prefix, step_name
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.reader import Wanted, plan_read
-from ckptkit.checkpoint.reshard.chunks import ChunkCopier, SharedChunks, SmallChunks
+from ckptkit.checkpoint.reshard.chunks import (
+    ChunkCopier,
+    SharedChunks,
+    SmallChunks,
+    read_boxes,
+)
 from ckptkit.checkpoint.reshard.selection import objects_of
 from ckptkit.checkpoint.reshard.target import Budget, ReshardCost, ReshardTarget, TargetArray
 from ckptkit.checkpoint.workers import Progress, share_out
@@ -48,11 +52,7 @@ def copy_packs(
     Where one fails, those packs that are not finished are removed, and those that are stay.
     """
     begun: list[Pack] = []
-
-    def read(wanted: Sequence[Wanted]) -> None:
-        plan_read(source.packs, wanted, budget.pace, verify=True).run()
-
-    room = budget.shared_bytes
+    room, read = budget.shared_bytes, partial(read_boxes, source, budget)
     shared = SharedChunks(source.manifest.arrays, read, room) if room else None
     # Chunks of a foreign checkpoint have no checksums, and may overlap.
     is_ours = source.manifest.is_checked and not budget.source.by_request
