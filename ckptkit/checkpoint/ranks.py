@@ -33,16 +33,20 @@ class Ranks(ABC):
     world_size: int
     failure = "there is no new step"
     """What it means that a rank has failed."""
+    _told: Failure | None = None
+    """Why there is nothing more to meet for, once this rank has left or was told that others have."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
 
     def share(self, answer: Callable[[], Any]) -> Any:
         """Rank 0's answer, on every rank; only rank 0 works it out."""
+        self._check_together()
         return unpack(self._tell(dumps(answer()) if self.rank == 0 else b""), "rank 0")
 
     def collect(self, value: object) -> list[Any]:
         """What all ranks have to say, in their order, on rank 0; nothing on the others."""
+        self._check_together()
         heard = self._meet(dumps(value))
         return [unpack(data, f"rank {rank}") for rank, data in enumerate(heard)]
 
@@ -53,7 +57,13 @@ class Ranks(ABC):
 
     def wait(self) -> None:
         """Return when all ranks are here."""
+        self._check_together()
         self._meet(None)
+
+    def _check_together(self) -> None:
+        # What a rank said after it has left, others would take for what they wait for.
+        if self._told is not None:
+            raise self._told.error(self.failure, PeerError)
 
     @abstractmethod
     def leave(self, problem: BaseException | str) -> Failure:
@@ -101,7 +111,9 @@ class Failure:
         return cls(*unpack(data, "another rank"))
 
     def said(self) -> bytes:
-        return dumps(astuple(self))
+        rank, *texts = astuple(self)
+        # Names of files need not be Unicode, and what cannot be said keeps the others waiting.
+        return dumps([rank, *(text.encode(errors="backslashreplace").decode() for text in texts)])
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {f'{self.kind}: ' if self.kind else ''}{self.what}"
@@ -239,13 +251,11 @@ class _Barrier(Ranks):
         return [data, *(heard[rank] for rank in range(1, self.world_size))]
 
     def _relay(self, failure: Failure) -> Failure:
-        """Say why there will be no step, unless this rank has said so before."""
-        name = f"left-{self.rank}"
+        """Say why there will be no step: always the first that this rank knows of."""
+        self._told = self._told or failure
         with suppress(OSError):
-            if name in set(self._notes):
-                return Failure.heard(self._notes[name])
-            self._notes[name] = failure.said()
-        return failure
+            self._notes[f"left-{self.rank}"] = self._told.said()
+        return self._told
 
     def _say(self, what: str, data: bytes) -> None:
         name = f"{self._round}-{what}-{self.rank}"

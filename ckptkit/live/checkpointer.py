@@ -383,12 +383,13 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this Checkpointer is closed", where=self.location)
-        size = current_world().size
-        if size != self._world.size:
+        made_for, world = self._world, current_world()
+        if world != made_for:  # as many ranks may have other numbers, and hold other parts
             raise UsageError(
                 "this Checkpointer was made before init_process_group",
                 where=self.location,
-                value=f"for {self._world.size} ranks, now there are {size}",
+                value=f"for rank {made_for.rank} of {made_for.size}, now this is rank {world.rank} "
+                f"of {world.size}",
                 hint="make it after dist.init_process_group(…)",
             )
 
@@ -441,8 +442,8 @@ class Preemption:
             yield
         finally:
             self._is_saving = False
-        if self._requested and self._mode == "finish":
-            self._leave()
+            if self._requested and self._mode == "finish":
+                self._leave()
 
     def remove(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_signal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -147,6 +148,29 @@ def test_an_error_of_one_rank_is_told_whole_to_all(make: Make, failing: int) -> 
         assert (error.where, error.value, error.hint) == ("s3://a/b", "7", "free some")
         because = f"there is no new step, because of rank {failing}: StorageError: no room"
         assert error.what == ("no room" if rank == failing else because)
+
+
+def test_what_is_no_unicode_is_told_too(make: Make) -> None:
+    def work(barrier: Ranks) -> None:
+        with failing_together(barrier):
+            if barrier.rank == 1:
+                raise StorageError("no room", where=os.fsdecode(b"/caf\xe9"))
+            barrier.wait()
+
+    first, second = at_once(make(2, 20), work)[1]
+    assert isinstance(first, StorageError)
+    assert first.where == r"/caf\udce9"
+    assert str(second) == os.fsdecode(b"/caf\xe9: no room")
+
+
+def test_who_has_left_says_nothing_that_others_take_for_an_answer(make: Make) -> None:
+    ranks = make(2, 0.1)
+    ranks[0].leave("the disk is full")
+    for call in (ranks[0].wait, lambda: ranks[0].share(str), lambda: ranks[0].collect(1)):
+        with pytest.raises(PeerError, match="the disk is full"):
+            call()
+    with pytest.raises(PeerError, match="the disk is full"):
+        ranks[1].share(str)
 
 
 def test_a_rank_that_does_not_come_is_an_error_with_a_hint(make: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -262,16 +263,20 @@ def test_the_older_replicate_hides_no_dtensor(gloo: Pool, tmp_path: Path) -> Non
     gloo.run(4, composed, str(tmp_path))
 
 
-def too_early(location: str) -> None:
+def too_early(location: str, *, alone: bool) -> None:
+    """Made without a job, or in an earlier one whose ranks had other numbers."""
     rank, size, store = (
         dist.get_rank(),
         dist.get_world_size(),
         dist.distributed_c10d._get_default_store(),
     )
-    dist.destroy_process_group()
+    if alone:
+        dist.destroy_process_group()
     with Checkpointer(location) as checkpointer:
+        if not alone:
+            dist.destroy_process_group()
         dist.init_process_group(
-            "gloo", store=PrefixStore("again", store), rank=rank, world_size=size
+            "gloo", store=PrefixStore("again", store), rank=size - 1 - rank, world_size=size
         )
         mesh = init_device_mesh("cpu", (size,))
         state = {"x": distribute_tensor(torch.arange(4), mesh, [Shard(0)])}
@@ -281,6 +286,9 @@ def too_early(location: str) -> None:
             checkpointer.restore(state={"app": state})
 
 
-def test_a_checkpointer_that_is_older_than_its_job_says_so(gloo: Pool, tmp_path: Path) -> None:
-    gloo.run(2, too_early, str(tmp_path))
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_checkpointer_that_is_older_than_its_job_says_so(
+    gloo: Pool, tmp_path: Path, alone: bool
+) -> None:
+    gloo.run(2, partial(too_early, alone=alone), str(tmp_path))
     assert not any(tmp_path.iterdir())

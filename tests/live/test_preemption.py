@@ -56,6 +56,20 @@ def test_a_save_under_way_is_finished_before_the_process_ends(tmp_path: Path) ->
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_save_that_fails_does_not_swallow_the_signal(tmp_path: Path) -> None:
+    class Stubborn:
+        def state_dict(self) -> dict[str, int]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ValueError("no state")
+
+        def load_state_dict(self, _: object) -> None: ...
+
+    with Checkpointer(tmp_path, on_sigterm="finish") as checkpointer:
+        with pytest.raises(SystemExit) as ended:
+            checkpointer.save(1, state={"a": Stubborn()})
+    assert ended.value.code == 143
+
+
 def test_asking_without_listening_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match="on_sigterm"):
         checkpointer.should_stop(1)

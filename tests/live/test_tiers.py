@@ -101,6 +101,17 @@ def test_a_save_returns_before_it_is_copied_and_the_end_of_the_block_waits(
     assert steps(local, kept) == [[1, 2, 3], [1, 2, 3]]
 
 
+def test_places_may_have_names_that_are_no_unicode(tmp_path: Path) -> None:
+    local, kept = tmp_path / os.fsdecode(b"caf\xe9"), tmp_path / "kept"
+    for number in (1, 2):
+        with Checkpointer(local / "run", local=local / "near") as checkpointer:
+            checkpointer.save(number, state=value(number))
+            assert loaded(checkpointer) == (number, float(number))
+    with Checkpointer(kept, local=local / "near") as other, pytest.raises(UsageError) as caught:
+        other.save(3, state=value(3))
+    assert str(local / "run") in str(caught.value)
+
+
 def test_what_a_killed_job_left_is_copied_by_the_next(places: tuple[Path, Path]) -> None:
     local, kept = places
     with Checkpointer(local) as killed:

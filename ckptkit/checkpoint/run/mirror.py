@@ -15,6 +15,7 @@ is complete, and replaces one that has the same bytes. So nothing that is commit
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -166,9 +167,9 @@ class Mirror:
         """Write down which run the folder belongs to; steps of two runs must never mix."""
         mine = str(self.remote.location)
         try:
-            self.local.put(_OWNER, mine.encode(), exclusive=True)
+            self.local.put(_OWNER, os.fsencode(mine), exclusive=True)
         except AlreadyExistsError:
-            theirs = self.local.read_whole(_OWNER, _LONGEST_LOCATION).decode(errors="replace")
+            theirs = os.fsdecode(self.local.read_whole(_OWNER, _LONGEST_LOCATION))
             if theirs == mine:
                 return
             raise UsageError(

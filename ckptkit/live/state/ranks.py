@@ -45,7 +45,7 @@ _PAUSE_PER_RANK = 0.000005  # thousands of ranks must not keep the store from an
 _SHARE_OF_WAIT = 0.1  # what looking seldom adds to a wait
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class World:
     """The rank of this process, how many there are, and where they leave word for each other."""
 
@@ -133,7 +133,6 @@ class StoreRanks(Ranks):
         self._shares = 0
         self._meetings = 0
         self._cancelled: Failure | None = None
-        self._told: Failure | None = None
 
     def cancel(self, problem: str) -> None:
         """From another thread: end the meeting that this rank waits for, or the next one. What
