@@ -34,7 +34,7 @@ class Ranks(ABC):
     failure = "there is no new step"
     """What it means that a rank has failed."""
     _told: Failure | None = None
-    """Why there is nothing more to meet for, once this rank has left or was told that others have."""
+    """The first failure, once this rank knows of one: there is nothing more to meet for."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"

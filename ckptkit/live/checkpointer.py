@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -417,6 +418,7 @@ class Preemption:
         self._is_saving = False
         self._frame: FrameType | None = None
         self._announced = False
+        self._process = os.getpid()
         self._before: Any = signal.signal(signal.SIGTERM, self._on_signal)
 
     def should_stop(self, step: int) -> bool:
@@ -450,6 +452,11 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._before)
 
     def _on_signal(self, _: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A copy of the process, as workers are: whoever ends it waits until it has ended.
+            signal.signal(signal.SIGTERM, self._before)
+            signal.raise_signal(signal.SIGTERM)
+            return
         self._requested = True
         log.warning("SIGTERM: %s", "saving once more" if self._mode == "save" else "finishing")
         self._frame = frame

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import ckptkit
 from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer
 from tests.live.pool import Pool
+from tests.live.test_async import held_up, value
 
 
 def train_until_stopped(location: str, signalled: int) -> int:
@@ -64,10 +68,27 @@ def test_a_save_that_fails_does_not_swallow_the_signal(tmp_path: Path) -> None:
 
         def load_state_dict(self, _: object) -> None: ...
 
-    with Checkpointer(tmp_path, on_sigterm="finish") as checkpointer:
-        with pytest.raises(SystemExit) as ended:
-            checkpointer.save(1, state={"a": Stubborn()})
+    with pytest.raises(SystemExit) as ended, Checkpointer(tmp_path, on_sigterm="finish") as each:
+        each.save(1, state={"a": Stubborn()})
     assert ended.value.code == 143
+
+
+@pytest.mark.parametrize("mode", ["save", "finish"])
+def test_a_copy_of_the_process_ends_by_the_signal(tmp_path: Path, mode: str) -> None:
+    """As workers do, which have no part in a save that is under way."""
+    with Checkpointer(tmp_path, asynchronous=True, on_sigterm=mode) as each, held_up() as go:
+        each.save(1, state=value(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of copies beside threads
+            copied = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            copied.start()
+        copied.terminate()
+        copied.join(20)
+        go.set()
+        try:
+            assert copied.exitcode == -signal.SIGTERM
+        finally:
+            copied.kill()
 
 
 def test_asking_without_listening_is_refused(tmp_path: Path) -> None:
