@@ -36,7 +36,7 @@ from ckptkit.live.save import SaveOptions, prepare
 from ckptkit.live.state.extra import SEEN_BY_ALL
 from ckptkit.live.state.ranks import World, current_world, meeting
 from ckptkit.live.tiers import Background, first_sound
-from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.live.wrappers.training import Training
 from ckptkit.storage import Options, Store
 
 log = logging.getLogger("ckptkit.plugins")
@@ -143,7 +143,7 @@ class PathRuns:
         """Save on one rank of a job whose ranks all have the whole state."""
         step, objects = int(content["global_step"]), _objects(content, model, optimizers)
         location = self._free(path, step)
-        store, training = self._store(location), TrainingState.of(**objects)
+        store, training = self._store(location), Training.of(**objects)
         options = SaveOptions()
         with _naming_keys():
             alone: Any = {"world": World(), "ranks": OneRank()}

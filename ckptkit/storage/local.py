@@ -15,6 +15,16 @@ from operator import attrgetter
 from pathlib import Path
 
 from ckptkit.errors import NotFoundError, UsageError
+from ckptkit.storage.base.address import (
+    Address,
+    Location,
+    checked_key,
+    deletable_key,
+    folder_of,
+    is_leftover,
+    is_temporary,
+    new_temporary,
+)
 from ckptkit.storage.base.buffers import AlignedBuffer, address_of, copy_bytes, default_pool
 from ckptkit.storage.base.disk import (
     BLOCK,
@@ -29,16 +39,6 @@ from ckptkit.storage.base.disk import (
     sync_nearest,
     where_folders_vanish,
 )
-from ckptkit.storage.base.location import (
-    Location,
-    checked_key,
-    deletable_key,
-    folder_of,
-    is_leftover,
-    is_temporary,
-    new_temporary,
-)
-from ckptkit.storage.base.options import Address
 from ckptkit.storage.base.store import (
     Abilities,
     Entries,

@@ -33,8 +33,7 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_foreign
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY, Band, Limits, stored_arrays, stream
 from ckptkit.checkpoint.workers import Pace, Progress, ask_all
-from ckptkit.checkpoint.write.assemble import assemble
-from ckptkit.checkpoint.write.commit import gather, publish
+from ckptkit.checkpoint.write.commit import assemble, gather, publish
 from ckptkit.errors import (
     CkptkitError,
     FormatError,

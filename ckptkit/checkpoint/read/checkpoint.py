@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -291,7 +291,7 @@ class Checkpoint(Closing):
 
     def read_many(
         self,
-        wanted: Sequence[tuple[str, Box, npt.NDArray[Any]]],
+        wanted: Sequence[NamedBox],
         *,
         verify: bool = True,
         threads: int | None = None,
@@ -299,8 +299,7 @@ class Checkpoint(Closing):
         pace: Pace | None = None,
         alone: bool = False,
     ) -> None:
-        """Fill many arrays at once: (name, box, memory of the box's shape and the array's
-        dtype).
+        """Fill boxes of many arrays at once.
 
         With `verify`, the default, chunks are read whole, and every byte that reaches the caller
         was compared with its checksum (foreign checkpoints have none); without, only the bytes
@@ -363,6 +362,10 @@ class Checkpoint(Closing):
         return self._places[name]
 
 
+NamedBox: TypeAlias = tuple[str, Box, npt.NDArray[Any]]
+"""A box of the array of a name, and memory of the box's shape and the array's dtype."""
+ReadMany: TypeAlias = Callable[[Sequence[NamedBox]], None]
+"""Fills such boxes, as `Checkpoint.read_many` does."""
 Index: TypeAlias = int | slice | EllipsisType
 
 

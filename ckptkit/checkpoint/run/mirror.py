@@ -27,8 +27,13 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, prune, remove
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
-from ckptkit.checkpoint.write.assemble import assemble
-from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard, tell_commit
+from ckptkit.checkpoint.write.commit import (
+    assemble,
+    commit,
+    committed_save_id,
+    discard,
+    tell_commit,
+)
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
