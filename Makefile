@@ -61,20 +61,23 @@ base torch dev frameworks: %: $(VENV)/%.stamp
 	@:
 
 # The stamps are older than pyproject.toml exactly when something has to be installed.
+# Compiling all of torch and its neighbours takes longer than compiling what is imported.
 $(VENV)/base.stamp: pyproject.toml $(VENV)/venv.stamp
-	$(PIP) install -e .
+	$(PIP) install --no-compile -e .
 	@touch $@
 
 # ckptkit itself is not installed again: its command may be running.
 $(VENV)/torch.stamp: $(VENV)/base.stamp
-	$(PIP) install '$(TORCH)'
+	$(PIP) install --no-compile '$(TORCH)'
 	@touch $@
 
+# Collected once, what tests import is compiled once, and not by each of pytest's workers.
 $(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
-	$(PIP) install -e '.[dev]'
+	$(PIP) install --no-compile -e '.[dev]'
 	@mkdir -p $(VENV)/typing/ckptkit
 	@ln -sfn ../../../cli $(VENV)/typing/ckptkit/cli
 	@ln -sfn ../../../schemas $(VENV)/typing/ckptkit/schemas
+	@$(PYTEST) --collect-only -qq >/dev/null 2>&1 || true
 	@touch $(VENV)/base.stamp $(VENV)/torch.stamp $@
 
 # DeepSpeed looks for torch when it is built. Jobs of it and of torchtitan run ckptkit there.
@@ -85,6 +88,7 @@ $(VENV)/frameworks.stamp: tests/foreign/frameworks/requirements.txt $(VENV)/dev.
 	@touch $@
 
 # Some Debians ship venv without ensurepip: there the pip outside puts a pip inside.
+# An old pip, such as that of Python 3.11, takes four times as long to find out what fits together.
 $(VENV)/venv.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "ckptkit needs Python 3.11 or newer: make PYTHON=python3.11 $(FOR)" >&2; exit 1; }
@@ -93,4 +97,5 @@ $(VENV)/venv.stamp:
 	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; fi || { \
 	  echo "$(PYTHON) cannot make a virtual environment: install its venv package" \
 	    "(Debian, Ubuntu: apt install python3-venv), then run make again" >&2; exit 1; }
+	$(PIP) install --no-compile 'pip>=25.1'
 	@touch $@

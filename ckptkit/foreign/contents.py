@@ -97,6 +97,8 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
         sizes[DECODED] = sum(chunk.nbytes for chunk in found.encoded)
     number_of = {key: number for number, key in enumerate(sizes)}
     infos: list[ArrayInfo] = []
+    # Layers are alike, so there are few kinds; each with the lengths of its chunks.
+    kinds: dict[ArrayKind, tuple[ArrayKind, Any]] = {}
     gathered: list[Gathered] = []
     columns: list[tuple[Any, Any, Any]] = []
     end = 0
@@ -108,8 +110,11 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
             raise FormatError(TOO_LARGE, where=array.name, value=array.shape)
         cells = cells_of(array)
         kind = ArrayKind(array.shape, array.dtype, cells.grid, array.role, array.placements)
+        if kind not in kinds:
+            stored = cells.grid.stored_elements().astype(np.uint64)
+            kinds[kind] = kind, stored * array.dtype.itemsize
+        kind, lengths = kinds[kind]
         infos.append(ArrayInfo(array.name, kind, array.of))
-        lengths = cells.grid.stored_elements().astype(np.uint64) * array.dtype.itemsize
         pack, offset = _placed(array, cells, number_of)
         for chunk, stretches in cells.gathered.items():
             nbytes = int(lengths[chunk])

@@ -238,8 +238,8 @@ def test_sizes_read_at_once_are_counted_as_opcode_by_opcode(
     def counted() -> tuple[Any, ...]:
         it = interpreter._Interpreter(data, "a", None)
         value = it.run()
-        of_memo = [it.known.get(id(made), (made, 0, 0)) for made in it.memo.values()]
-        inside = [id(made) in it.inside for made in it.memo.values()]
+        of_memo = [it.known.get(id(made), (made, 0, 0)) for made in it.memo]
+        inside = [id(made) in it.inside for made in it.memo]
         return value, of_memo, inside, it.called
 
     at_once = counted()

@@ -223,7 +223,7 @@ class Checkpoint(Closing):
     @uncollected()
     def _repr_html_(self) -> str:
         names, kinds = self.manifest.table.names, self.manifest.table.kinds
-        # Foreign arrays that are alike have kinds of their own; each is compared once.
+        # What differs only in its cuts is told together.
         alike = {id(k): (k.shape, k.dtype.name, k.role) for k in kinds}
         rows = []
         for name, places in fold_names(names, [alike[id(kind)] for kind in kinds]):

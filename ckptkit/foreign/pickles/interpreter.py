@@ -98,7 +98,7 @@ class _Interpreter:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         """The stack below each mark."""
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
         self.most = _ITEMS + _ITEMS_PER_BYTE * len(data)
         self.called = 0
         """How many items were passed to functions."""
@@ -122,7 +122,7 @@ class _Interpreter:
             code = data[at]  # an IndexError is that it has no end
             at += 1
             if code == _MEMOIZE:
-                memo[len(memo)] = stack[-1]
+                memo.append(stack[-1])
             elif code == _GET:
                 stack.append(memo[data[at]])
                 at += 1
@@ -175,13 +175,12 @@ class _Interpreter:
         known, inside = self.known, self.inside
         items += len(parts)
         for part in parts:
-            place = id(part)
-            if place in known:
-                _, more, deep = known[place]
-                inside.add(place)
-                items += more
-                if deep >= depth:
-                    depth = deep + 1
+            found = known.get(id(part))
+            if found is not None:
+                inside.add(id(part))
+                items += found[1]
+                if found[2] >= depth:
+                    depth = found[2] + 1
         if items > self.most:
             raise self.refuse("the value of the pickle has too many items for its bytes", self.most)
         if depth > MOST_DEPTH:
@@ -235,8 +234,7 @@ class _Interpreter:
         self.known[id(size)], self.known[id(args)] = (size, items, 1), (args, items + 2, 2)
         self.inside.add(id(size))
         self.called_with(items + 2, _SIZE.name)
-        for made in (size, args, size):
-            memo[len(memo)] = made
+        memo += (size, args, size)
         self.stack[-1] = size
         self.at += len(_REST_OF_SIZE)
 
@@ -329,7 +327,10 @@ class _Interpreter:
         target.state = state
 
     def memoize(self, place: int) -> None:
-        self.memo[place] = self.stack[-1]
+        # Every pickler fills them in turn, so that they are a list.
+        if place > len(self.memo):
+            raise ValueError("a place of the memo is left out")
+        self.memo[place : place + 1] = [self.stack[-1]]
 
     def persist(self) -> None:
         if self.persistent is None:
