@@ -10,6 +10,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -134,7 +135,7 @@ class LocalStore:
         view = as_bytes(str(path), data)
         with refusals(str(path)):
             # A deletion that empties the folder removes it, with our temporary name in it.
-            where_folders_vanish(lambda: self._put(path, view, exclusive=exclusive))
+            where_folders_vanish(partial(self._put, path, view, exclusive=exclusive))
             sync_folder(path.parent)
 
     def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from isal import isal_zlib
@@ -18,7 +18,6 @@ from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest, PackInfo, Record, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
 from ckptkit.storage import Source, Store
-from ckptkit.storage.base.store import Closing
 
 # Processes may often open 1,024 files, and one that is lent from the page cache, or read past it,
 # counts twice; what is beyond this is opened for each read.
@@ -31,6 +30,8 @@ class OpenPacks:
     def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
         self.manifest = manifest
         self.pace = Pace.of(store)
+        # An open pack is the one that was looked at when it was opened, whatever becomes of it.
+        self._is_checked = store.abilities.open_survives_delete
         self._store = store
         self._prefix = prefix
         self._folder = data_prefix(prefix, manifest.save.save_id)
@@ -51,7 +52,7 @@ class OpenPacks:
 
     @contextmanager
     def use(self, pack: int) -> Iterator[Source]:
-        """An open pack, for as long as the block lasts at least."""
+        """An open pack, for as long as the block lasts at least, which does nothing but read it."""
         # First without the lock: nearly every read finds its pack open, and many threads read.
         kept = self._open.get(pack)
         if kept is None:
@@ -59,11 +60,25 @@ class OpenPacks:
                 if pack not in self._open and len(self._open) < _KEPT_OPEN:
                     self._open[pack] = self._opened(pack)
                 kept = self._open.get(pack)
-        if kept is not None:
+        if kept is not None and self._is_checked:
             yield kept
             return
-        with self._opened(pack) as source:
-            yield source
+        with self._opened(pack) if kept is None else nullcontext(kept) as source:
+            if self._is_checked or self.is_put_together(pack):
+                yield source
+                return
+            # Nobody has asked the store about it: a read that fails finds out why.
+            try:
+                yield source
+            except NotFoundError as error:
+                raise self._unlike(pack, None) from error
+            except CorruptionError as error:
+                size = written = self.manifest.packs[pack].size
+                with suppress(CkptkitError):
+                    size = self._store.size(self.key(pack))
+                if size == written:
+                    raise
+                raise self._unlike(pack, size) from error
 
     def close(self) -> None:
         """Close all."""
@@ -90,25 +105,7 @@ class OpenPacks:
         if source.size != written:
             source.close()
             raise self._unlike(pack, source.size)
-        is_checked = self._store.abilities.open_survives_delete
-        return source if is_checked else _UncheckedPack(self, pack, source)
-
-    @contextmanager
-    def explaining(self, pack: int) -> Iterator[None]:
-        """While a pack is read that opening asked nothing about: a read that fails may be the first
-        to find it missing, or short.
-        """
-        try:
-            yield
-        except NotFoundError as error:
-            raise self._unlike(pack, None) from error
-        except CorruptionError as error:
-            size = written = self.manifest.packs[pack].size
-            with suppress(CkptkitError):
-                size = self._store.size(self.key(pack))
-            if size == written:
-                raise
-            raise self._unlike(pack, size) from error
+        return source
 
     def _unlike(self, pack: int, size: int | None) -> CkptkitError:
         """What to raise for a pack of another size than was written; None for one that is missing.
@@ -189,38 +186,6 @@ def packs_of(store: Store, prefix: str, manifest: Manifest) -> OpenPacks:
     if isinstance(manifest, ForeignManifest):
         return ForeignFiles(store, prefix, manifest)
     return OpenPacks(store, prefix, manifest)
-
-
-@dataclass(eq=False)
-class _UncheckedPack(Closing):
-    """An open pack that nobody has asked the store about. A read that fails finds out why."""
-
-    _sources: OpenPacks
-    _pack: int
-    _source: Source
-
-    @property
-    def size(self) -> int:
-        return self._source.size
-
-    def read_into(self, offset: int, *buffers: memoryview) -> None:
-        with self._sources.explaining(self._pack):
-            self._source.read_into(offset, *buffers)
-
-    def fetch(self, offset: int, length: int) -> memoryview:
-        with self._sources.explaining(self._pack):
-            return self._source.fetch(offset, length)
-
-    def is_at_hand(self, offset: int) -> bool:
-        return self._source.is_at_hand(offset)
-
-    def lend(
-        self, offset: int, length: int, *, past_cache: bool = False
-    ) -> AbstractContextManager[memoryview | None]:
-        return self._source.lend(offset, length, past_cache=past_cache)
-
-    def close(self) -> None:
-        self._source.close()
 
 
 # The last central record (46 bytes, name, extra) and the end records, with room to spare.
