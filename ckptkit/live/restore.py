@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.places import Place, decoded_manifest, store_at, stored_manifest
+from ckptkit.checkpoint.places import Place, StepFolder, decoded_manifest, store_at, stored_manifest
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, ReadMany, open_alike, open_foreign
 from ckptkit.checkpoint.rules_file import RulesLike
@@ -194,27 +194,26 @@ def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
     others are being saved, all ranks open the same step: rank 0 reads the manifest for all.
     """
     data: bytes | None = None
-    prefix, foreign, place = "", None, ("", b"")
+    name, foreign, place = "", None, ("", b"")
     if ranks.rank == 0:
         # An error here reaches the others before anyone begins to wait for bytes.
         try:
-            prefix, data = stored_manifest(store, step)
+            (_, name), data = stored_manifest(store, step)
         except NotFoundError as error:
             foreign = open_foreign(store, error)
-            prefix, place = (
-                foreign.prefix,
-                (str(foreign.store.location), foreign.manifest.table.digest),
-            )
+            name = foreign.folder.name
+            place = str(foreign.store.location), foreign.manifest.table.digest
     if ranks.world_size > 1:
-        size, prefix, place = ranks.share(lambda: (len(data or b""), prefix, place))
+        size, name, place = ranks.share(lambda: (len(data or b""), name, place))
         if size:
             # A rank that has left would be missing in the collective: nobody begins it without all.
             ranks.wait()
             data = bytes_of_first(data, size)
     if data is None:
         with failing_together(ranks):  # of a foreign one there is nothing to send
-            return foreign or open_alike(store, prefix, *place)
-    return Checkpoint(store, prefix, decoded_manifest(store, prefix, data))
+            return foreign or open_alike(store, name, *place)
+    folder = StepFolder(store, name)
+    return Checkpoint(folder, decoded_manifest(folder, data))
 
 
 # Filling memory from the arrays of a step: each rank for itself, or what several need alike by one

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.places import manifest_size, step_name, store_at
+from ckptkit.checkpoint.places import StepFolder, manifest_size, step_name, store_at
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.run.run import Run
@@ -250,7 +250,7 @@ class PathRuns:
         return next(str(run) for run in runs if not self._has(str(run), step))
 
     def _has(self, location: str, step: int) -> bool:
-        return manifest_size(self._store(location), step_name(step)) is not None
+        return manifest_size(StepFolder(self._store(location), step_name(step))) is not None
 
     def _name(self, path: str, location: str, step: int, saver: Checkpointer | None = None) -> None:
         """Let the path stand for a step that is committed, and delete what it stood for."""

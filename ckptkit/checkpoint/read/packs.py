@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from isal import isal_zlib
 
-from ckptkit.checkpoint.places import data_prefix, described, read_manifest
+from ckptkit.checkpoint.places import StepFolder, described, read_manifest
 from ckptkit.checkpoint.workers import Pace
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.foreign.contents import ForeignManifest, GatheredSource
@@ -27,14 +27,13 @@ _KEPT_OPEN = 300
 class OpenPacks:
     """Open packs by number; safe to use from any thread, except `close`."""
 
-    def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
+    def __init__(self, folder: StepFolder, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.pace = Pace.of(store)
+        self.pace = Pace.of(folder.store)
         # An open pack is the one that was looked at when it was opened, whatever becomes of it.
-        self._is_checked = store.abilities.open_survives_delete
-        self._store = store
-        self._prefix = prefix
-        self._folder = data_prefix(prefix, manifest.save.save_id)
+        self._is_checked = folder.store.abilities.open_survives_delete
+        self._store = folder.store
+        self._folder = folder
         self._open: dict[int, Source] = {}
         self._lock = threading.Lock()
 
@@ -117,7 +116,7 @@ class OpenPacks:
             what = f"the pack has {size} bytes, written were {self.manifest.packs[pack].size}"
         else:
             try:
-                now = read_manifest(self._store, self._prefix).save.save_id
+                now = read_manifest(self._folder).save.save_id
                 how = "" if now == self.manifest.save.save_id else "overwritten"
             except NotFoundError:
                 how = "deleted"
@@ -126,7 +125,7 @@ class OpenPacks:
         if how:
             return NotFoundError(
                 f"the step was {how} while it was read",
-                where=described(self._store, self._prefix),
+                where=str(self._folder),
                 hint="open it again, or the run for its newest step",
             )
         return CorruptionError(
@@ -137,7 +136,7 @@ class OpenPacks:
 
     def key(self, pack: int) -> str:
         """Where the store has a pack."""
-        return f"{self._folder}/{self.manifest.packs[pack].name}"
+        return f"{self._folder.data(self.manifest.save.save_id)}/{self.manifest.packs[pack].name}"
 
 
 class ForeignFiles(OpenPacks):
@@ -145,8 +144,8 @@ class ForeignFiles(OpenPacks):
     from them.
     """
 
-    def __init__(self, store: Store, prefix: str, manifest: ForeignManifest) -> None:
-        super().__init__(store, prefix, manifest)
+    def __init__(self, folder: StepFolder, manifest: ForeignManifest) -> None:
+        super().__init__(folder, manifest)
         self._foreign = manifest
         self._numbers = {pack.name: number for number, pack in enumerate(manifest.packs)}
 
@@ -181,11 +180,11 @@ class ForeignFiles(OpenPacks):
         )
 
 
-def packs_of(store: Store, prefix: str, manifest: Manifest) -> OpenPacks:
+def packs_of(folder: StepFolder, manifest: Manifest) -> OpenPacks:
     """The packs of a step, or the files of a foreign checkpoint."""
     if isinstance(manifest, ForeignManifest):
-        return ForeignFiles(store, prefix, manifest)
-    return OpenPacks(store, prefix, manifest)
+        return ForeignFiles(folder, manifest)
+    return OpenPacks(folder, manifest)
 
 
 # The last central record (46 bytes, name, extra) and the end records, with room to spare.

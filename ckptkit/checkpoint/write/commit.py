@@ -34,11 +34,9 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.places import (
     MANIFEST,
-    data_prefix,
-    described,
+    StepFolder,
     manifest_bytes,
     refuse_begun,
-    under,
 )
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import PackRecord, read_record
@@ -59,21 +57,19 @@ from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, Record, pack_name
 from ckptkit.format.names import DATA_RANK, groups_of
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.storage import Store
 
 
-def refuse_committed(store: Store, prefix: str) -> None:
+def refuse_committed(folder: StepFolder) -> None:
     """Raise StepExistsError where the step is committed, or AlreadyExistsError where that was only
     begun.
     """
-    if MANIFEST in store.children(prefix):
-        refuse_begun(store, prefix)
-        raise _exists(store, prefix)
+    if MANIFEST in folder.store.children(folder.name):
+        refuse_begun(folder)
+        raise _exists(folder)
 
 
 def gather(
-    store: Store,
-    prefix: str,
+    folder: StepFolder,
     save_id: str,
     tables: ArrayTables | None = None,
     told: Sequence[int] | None = None,
@@ -82,16 +78,16 @@ def gather(
     manifest. Of the arrays, `tables` that are known are not read again. The sizes of the packs, by
     rank, are listed where nobody has `told` them: one that is wrong shows no record.
     """
-    folder = data_prefix(prefix, save_id)
+    store, data = folder.store, folder.data(save_id)
     tables = tables or ArrayTables()
     if told is None:
-        sizes = {entry.key.rpartition("/")[2]: entry.size for entry in store.list(folder)}
+        sizes = {entry.key.rpartition("/")[2]: entry.size for entry in store.list(data)}
     else:
         sizes = {pack_name(rank): size for rank, size in enumerate(told)}
 
     def read(rank: int) -> PackRecord:
         size = sizes.get(pack_name(rank))
-        return read_record(store, folder, rank, save_id, tables, size=size)
+        return read_record(store, data, rank, save_id, tables, size=size)
 
     first = read(0)
     # At most one more than there are packs, which is then missing: the world size is only a number
@@ -103,49 +99,49 @@ def gather(
     groups = missing_groups(records)
     if groups:
         # Over what a commit that did not finish may have left: nothing names that.
-        data = groups_pack(groups)
-        store.put(f"{folder}/{GROUPS_PACK}", data)
-        packs.append(PackInfo(GROUPS_PACK, len(data), None))
+        pack = groups_pack(groups)
+        store.put(f"{data}/{GROUPS_PACK}", pack)
+        packs.append(PackInfo(GROUPS_PACK, len(pack), None))
     return assemble(records, packs)
 
 
-def commit(store: Store, prefix: str, manifest: Manifest, *, overwrite: bool = False) -> None:
+def commit(folder: StepFolder, manifest: Manifest, *, overwrite: bool = False) -> None:
     """Make the step exist; see the module's docstring for why each point is safe."""
-    old = committed_save_id(store, prefix) if overwrite else None
-    publish(store, prefix, manifest, replace=overwrite)
+    old = committed_save_id(folder) if overwrite else None
+    publish(folder, manifest, replace=overwrite)
     if old is not None and old != manifest.save.save_id:
         # The step is committed; what cannot be freed now is an orphan that `prune` finds.
-        discard(store, prefix, old)
+        discard(folder, old)
 
 
-def tell_commit(ranks: Ranks, store: Store, prefix: str, save_id: str) -> None:
+def tell_commit(ranks: Ranks, folder: StepFolder, save_id: str) -> None:
     """Rank 0, which has committed, tells the others, and waits for none of them."""
     try:
         ranks.share(lambda: "committed")
     except PeerError:
         # Rank 0 may have committed before it was lost, or before it could say so.
-        if committed_save_id(store, prefix) != save_id:
+        if committed_save_id(folder) != save_id:
             raise
 
 
-def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> None:
+def publish(folder: StepFolder, manifest: Manifest, *, replace: bool) -> None:
     """Put the manifest, and nothing else; StepExistsError says that another save's is there."""
-    key = under(prefix, MANIFEST)
+    store, key, where = folder.store, folder.key(MANIFEST), folder.where(MANIFEST)
     data = manifest.to_bytes()
     # Read as every later reader will: what cannot be opened must never count as committed.
     # A table of arrays that was read so before, out of a record or a manifest, is not read again.
-    Manifest.from_bytes(data, described(store, key), manifest.table)
+    Manifest.from_bytes(data, where, manifest.table)
     if len(data) > MAX_DOCUMENT_BYTES:
         raise FormatError(
             f"the manifest would have more than {MAX_DOCUMENT_BYTES} bytes",
-            where=described(store, key),
+            where=where,
             value=len(data),
             hint="write larger chunks: Writer(chunk_bytes=…)",
         )
     try:
         store.put(key, data, exclusive=not replace)
     except CkptkitError as error:
-        there = committed_save_id(store, prefix)
+        there = committed_save_id(folder)
         if there == manifest.save.save_id:
             # The answer was lost, or the step is there but perhaps not durable: once more, which
             # changes nothing that can be seen. Elsewhere what is there is durable, and another save
@@ -154,36 +150,36 @@ def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> 
                 store.put(key, data)
             return
         if there is not None and isinstance(error, AlreadyExistsError):
-            raise _exists(store, prefix) from error
+            raise _exists(folder) from error
         raise
 
 
-def committed_save_id(store: Store, prefix: str) -> str | None:
+def committed_save_id(folder: StepFolder) -> str | None:
     """The save id of the step's manifest as it is in the store now; None where there is none."""
     try:
-        data = manifest_bytes(store, prefix)
+        data = manifest_bytes(folder)
         if data is None:
             return None
-        return Manifest.from_bytes(data, described(store, under(prefix, MANIFEST))).save.save_id
+        return Manifest.from_bytes(data, folder.where(MANIFEST)).save.save_id
     except FormatError:
         return None
 
 
-def discard(store: Store, prefix: str, save_id: str, pack: str = "") -> None:
+def discard(folder: StepFolder, save_id: str, pack: str = "") -> None:
     """Remove the packs (or one) of a save that will never be committed, as far as that is possible
     now; never those that the manifest names.
     """
-    folder = data_prefix(prefix, save_id)
+    store, data = folder.store, folder.data(save_id)
     with suppress(CkptkitError):
-        if committed_save_id(store, prefix) == save_id:
+        if committed_save_id(folder) == save_id:
             return
-        store.delete([f"{folder}/{pack}"] if pack else [e.key for e in store.list(folder)])
+        store.delete([f"{data}/{pack}"] if pack else [e.key for e in store.list(data)])
 
 
-def _exists(store: Store, prefix: str) -> StepExistsError:
+def _exists(folder: StepFolder) -> StepExistsError:
     return StepExistsError(
         "the step is committed already",
-        where=described(store, prefix),
+        where=str(folder),
         hint="save another step, delete this one first, or pass overwrite=True",
     )
 
