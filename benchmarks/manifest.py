@@ -13,7 +13,7 @@ import ckptkit
 from benchmarks.memory import peak_mib, reset_peak, resident_mib
 from benchmarks.ranks import isolated
 from benchmarks.table import Bar, Section
-from ckptkit.checkpoint.write.assemble import assemble
+from ckptkit.checkpoint.write.commit import assemble
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo, ArrayKind, key_of
 from ckptkit.format.manifest import Manifest, PackInfo, Record, SaveInfo, pack_name

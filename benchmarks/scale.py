@@ -14,7 +14,7 @@ import ckptkit
 from benchmarks.ranks import isolated
 from benchmarks.table import Bar, Section
 from benchmarks.turns import save_in_turns
-from ckptkit.checkpoint.places import step_name
+from ckptkit.checkpoint.places import StepFolder, step_name
 from ckptkit.checkpoint.workers import uncollected
 from ckptkit.checkpoint.write.commit import commit, gather
 from ckptkit.checkpoint.write.pack import Pack
@@ -129,7 +129,7 @@ def _commit_of_many(count: int, ranks: int) -> float:
     names = [f"model/layers.{n // 50:05}.experts.{n % 50:02}.weight" for n in range(count)]
     kind = ArrayKind(shape, float32, grid, "param", row)
     infos = [ArrayInfo(name, kind) for name in names]
-    table, store = ArrayTable.of(infos, ()), MemoryStore()
+    table, folder = ArrayTable.of(infos, ()), StepFolder(MemoryStore(), step_name(1))
     owned = [Owned(name, layout, grid, float32.itemsize) for name in names]
     save_id = "20260101T000000Z-000000000000"
     save = SaveInfo(save_id, 1, 0.0, "benchmark", ranks, strategy, {})
@@ -145,12 +145,12 @@ def _commit_of_many(count: int, ranks: int) -> float:
         mine = [PackedArray(info, first) for info in infos[stretch]]
         pack = Pack(rank, PackPlan(table, documents, mine), (), lambda slots: slots)
         segments = pack.segments_of(64 << 20)
-        pack.begin(store, step_name(1), save, segments, refers=rank > 0)
+        pack.begin(folder, save, segments, refers=rank > 0)
         for number in range(len(segments)):
             pack.write_segment(number)
     start = time.monotonic()
     with uncollected():  # as a save does
-        commit(store, step_name(1), gather(store, step_name(1), save_id))
+        commit(folder, gather(folder, save_id))
     return time.monotonic() - start
 
 

@@ -23,9 +23,8 @@ from ckptkit.cli.demo_job import (
     state,
     uninterrupted,
 )
-from ckptkit.cli.exits import CORRUPT, OK, PEER
 from ckptkit.cli.options import command
-from ckptkit.cli.output import Reply, emit
+from ckptkit.cli.output import CORRUPT, OK, PEER, Reply, emit
 
 import ckptkit
 from ckptkit.errors import AlreadyExistsError

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 import click
-from ckptkit.cli.exits import OK, PEER
 from ckptkit.cli.options import command, option
-from ckptkit.cli.output import Reply, printing
+from ckptkit.cli.output import OK, PEER, Reply, printing
 
 from ckptkit.errors import PeerError, UsageError
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
-from ckptkit.cli.exits import ABSENT, INTERRUPTED, MEANING, OK, STORAGE, USAGE
-from ckptkit.cli.output import Reply, printing
+from ckptkit.cli.output import ABSENT, INTERRUPTED, MEANING, OK, STORAGE, USAGE, Reply, printing
 from click.shell_completion import CompletionItem
 
 import ckptkit

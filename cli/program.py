@@ -13,9 +13,8 @@ from keyword import iskeyword
 from typing import Any
 
 import click
-from ckptkit.cli.exits import MEANING, report
 from ckptkit.cli.options import Command, epilog
-from ckptkit.cli.output import emit
+from ckptkit.cli.output import MEANING, emit, report
 
 import ckptkit
 from ckptkit.errors import UsageError, nearest

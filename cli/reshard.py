@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
-from ckptkit.cli.exits import CORRUPT, NO, OK, PEER
 from ckptkit.cli.options import (
     Options,
     command,
@@ -25,7 +24,7 @@ from ckptkit.cli.options import (
     storage,
     strategy,
 )
-from ckptkit.cli.output import Bar, Reply, aligned, counted
+from ckptkit.cli.output import CORRUPT, NO, OK, PEER, Bar, Reply, aligned, counted
 
 import ckptkit
 from ckptkit.errors import UsageError

@@ -12,9 +12,8 @@ from math import prod
 from typing import Any, TypeAlias
 
 import click
-from ckptkit.cli.exits import CORRUPT
 from ckptkit.cli.options import Options, array_names, command, location, option, storage
-from ckptkit.cli.output import Reply, aligned, counted, in_short, json_value, keeping
+from ckptkit.cli.output import CORRUPT, Reply, aligned, counted, in_short, json_value, keeping
 
 import ckptkit
 from ckptkit.errors import NotFoundError, UsageError, nearest

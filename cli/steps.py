@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from ckptkit.cli.exits import CORRUPT, NO, OK, STORAGE
 from ckptkit.cli.options import (
     Options,
     command,
@@ -24,7 +23,7 @@ from ckptkit.cli.options import (
     storage,
     threads,
 )
-from ckptkit.cli.output import Bar, Reply, counted, in_short, json_value
+from ckptkit.cli.output import CORRUPT, NO, OK, STORAGE, Bar, Reply, counted, in_short, json_value
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError, UsageError

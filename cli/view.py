@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from ckptkit.cli.exits import CORRUPT
 from ckptkit.cli.options import (
     Options,
     command,
@@ -25,7 +24,7 @@ from ckptkit.cli.options import (
     storage,
     strategy,
 )
-from ckptkit.cli.output import Bar, Reply
+from ckptkit.cli.output import CORRUPT, Bar, Reply
 
 import ckptkit
 from ckptkit.errors import StorageError, UsageError

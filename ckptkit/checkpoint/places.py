@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from isal import isal_zlib
 
@@ -107,14 +107,26 @@ def step_number(name: str) -> int | None:
     return number if number <= MAX_STEP and step_name(number) == name else None
 
 
-def under(prefix: str, name: str) -> str:
-    """A key below a prefix, which may be empty."""
-    return f"{prefix}/{name}" if prefix else name
+class StepFolder(NamedTuple):
+    """The folder of a step: the one of this name in a store, or without a name the store itself."""
 
+    store: Store
+    name: str = ""
 
-def data_prefix(prefix: str, save_id: str) -> str:
-    """The folder of one save's packs."""
-    return under(prefix, f"{DATA}/{save_id}")
+    def key(self, name: str) -> str:
+        """What the store calls something in it."""
+        return f"{self.name}/{name}" if self.name else name
+
+    def data(self, save_id: str = "") -> str:
+        """The folder of one save's packs, or of those of all saves."""
+        return self.key(f"{DATA}/{save_id}" if save_id else DATA)
+
+    def where(self, name: str) -> str:
+        """Where something in it is, for messages."""
+        return described(self.store, self.key(name))
+
+    def __str__(self) -> str:
+        return described(self.store, self.name)
 
 
 def described(store: Store, key: str) -> str:
@@ -128,19 +140,20 @@ def new_save_id() -> str:
     return f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(6)}"
 
 
-def read_manifest(store: Store, prefix: str) -> Manifest:
+def read_manifest(folder: StepFolder) -> Manifest:
     """The manifest of a step; NotCommittedError or NotFoundError where there is none."""
-    return decoded_manifest(store, prefix, _stored(store, prefix))
+    return decoded_manifest(folder, _stored(folder))
 
 
-def _stored(store: Store, prefix: str, most: int = MAX_DOCUMENT_BYTES) -> bytes:
-    data = manifest_bytes(store, prefix, most)
+def _stored(folder: StepFolder, most: int = MAX_DOCUMENT_BYTES) -> bytes:
+    data = manifest_bytes(folder, most)
     if not data:
-        raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
+        names = folder.store.children(folder.name)
+        raise _not_committed(folder, names, is_begun=data is not None)
     return data
 
 
-def manifest_bytes(store: Store, prefix: str, most: int = MAX_DOCUMENT_BYTES) -> bytes | None:
+def manifest_bytes(folder: StepFolder, most: int = MAX_DOCUMENT_BYTES) -> bytes | None:
     """The manifest as it is stored, or its beginning where it has more than `most` bytes, in one
     request; None where there is none, and nothing in one that was only begun.
 
@@ -148,7 +161,7 @@ def manifest_bytes(store: Store, prefix: str, most: int = MAX_DOCUMENT_BYTES) ->
     nothing to make. In a file system its checksum is compared first too; over a network that would
     be a second read of all of it.
     """
-    key = under(prefix, MANIFEST)
+    store, key = folder.store, folder.key(MANIFEST)
     try:
         return store.read_whole(key, _AT_ONCE)
     except NotFoundError:
@@ -167,16 +180,15 @@ def manifest_bytes(store: Store, prefix: str, most: int = MAX_DOCUMENT_BYTES) ->
             return store.read(key, 0, min(source.size, most))
 
 
-def read_head(store: Store, prefix: str) -> tuple[SaveInfo, int]:
+def read_head(folder: StepFolder) -> tuple[SaveInfo, int]:
     """What a listing shows of a step: the save without its details, and the bytes of its packs;
     NotCommittedError or NotFoundError where there is no manifest.
     """
-    data = _stored(store, prefix, _AT_ONCE)
-    where = described(store, under(prefix, MANIFEST))
+    data, where = _stored(folder, _AT_ONCE), folder.where(MANIFEST)
     if len(data) < _AT_ONCE:
         check_sum(MANIFEST_KIND, data[-CRC_BYTES:], isal_zlib.crc32(memoryview(data)[:-4]), where)
     save, nbytes = Manifest.head(data, where)
-    _check_number(store, prefix, save)
+    _check_number(folder, save)
     return save, nbytes
 
 
@@ -204,49 +216,49 @@ def crc_of(source: Source, start: int, size: int) -> int:
     return crc
 
 
-def decoded_manifest(store: Store, prefix: str, data: bytes) -> Manifest:
+def decoded_manifest(folder: StepFolder, data: bytes) -> Manifest:
     """The manifest of a step that is stored as these bytes."""
-    where = described(store, under(prefix, MANIFEST))
+    where = folder.where(MANIFEST)
     with _in_memory(where, len(data)), uncollected():
         manifest = Manifest.from_bytes(data, where)
-    _check_number(store, prefix, manifest.save)
+    _check_number(folder, manifest.save)
     return manifest
 
 
-def _check_number(store: Store, prefix: str, save: SaveInfo) -> None:
-    number = step_number(prefix or store.location.name)
+def _check_number(folder: StepFolder, save: SaveInfo) -> None:
+    number = step_number(folder.name or folder.store.location.name)
     if number is not None and number != save.step:
         raise FormatError(
             f"the manifest is of step {save.step}, the folder of step {number}",
-            where=described(store, under(prefix, MANIFEST)),
+            where=folder.where(MANIFEST),
             hint="the folder was renamed; give it its own name again",
         )
 
 
-def manifest_at(store: Store) -> tuple[str, Manifest]:
-    """(prefix in the store, manifest) of the step at its location, or of the newest one of the
-    run there.
-    """
-    prefix, data = stored_manifest(store)
-    return prefix, decoded_manifest(store, prefix, data)
+def manifest_at(store: Store) -> tuple[StepFolder, Manifest]:
+    """Of the step at the location of a store, or of the newest one of the run there."""
+    folder, data = stored_manifest(store)
+    return folder, decoded_manifest(folder, data)
 
 
-def stored_manifest(store: Store, step: int | None = None) -> tuple[str, bytes]:
+def stored_manifest(store: Store, step: int | None = None) -> tuple[StepFolder, bytes]:
     """The same as it is stored, or that of a step of the run: one request for a step that has its
     own name or is said, and two for the newest of a run.
     """
+    here = StepFolder(store)
     if step is not None:
-        return step_name(step), _stored(store, step_name(step))
+        named = StepFolder(store, step_name(step))
+        return named, _stored(named)
     # By its name before anything is listed: what is named as a step may still be a run.
-    if step_number(store.location.name) is not None and (data := manifest_bytes(store, "")):
-        return "", data
+    if step_number(store.location.name) is not None and (data := manifest_bytes(here)):
+        return here, data
     names = store.children("")
     if MANIFEST in names or DATA in names:
-        return "", _stored(store, "")
-    for _, prefix in sorted(_numbered(names).items(), reverse=True):
-        if data := manifest_bytes(store, prefix):
-            return prefix, data
-    raise _not_committed(store, "", names)
+        return here, _stored(here)
+    for _, name in sorted(_numbered(names).items(), reverse=True):
+        if data := manifest_bytes(folder := StepFolder(store, name)):
+            return folder, data
+    raise _not_committed(here, names)
 
 
 def step_folders(store: Store) -> dict[int, str]:
@@ -266,15 +278,15 @@ def committed_steps(store: Store) -> dict[int, str]:
     commit that was killed (`Store.put`).
     """
     folders = step_folders(store)
-    sizes = ask_all(store, lambda name: manifest_size(store, name), folders.values())
+    sizes = ask_all(store, lambda name: manifest_size(StepFolder(store, name)), folders.values())
     return {
         number: name for (number, name), size in zip(folders.items(), sizes, strict=True) if size
     }
 
 
-def manifest_size(store: Store, prefix: str) -> int | None:
+def manifest_size(folder: StepFolder) -> int | None:
     """The bytes of a step's manifest: none at all where a commit was cut off, None without one."""
-    return stored_size(store, under(prefix, MANIFEST))
+    return stored_size(folder.store, folder.key(MANIFEST))
 
 
 def stored_size(store: Store, key: str) -> int | None:
@@ -296,32 +308,33 @@ def check_room(store: Store, needed: int, where: Location) -> None:
         )
 
 
-def refuse_begun(store: Store, prefix: str) -> None:
+def refuse_begun(folder: StepFolder) -> None:
     """Raise AlreadyExistsError where the manifest is empty: a commit was cut off, or is just
     about to fill it.
     """
-    if manifest_size(store, prefix) == 0:
+    if manifest_size(folder) == 0:
         raise AlreadyExistsError(
             "a save of this step was killed while it committed: its manifest is empty",
-            where=described(store, prefix),
+            where=str(folder),
             hint="once no save is under way, `ckpt prune RUN --grace 0` removes what it left, "
             "and `ckpt rebuild STEP` commits it; overwrite=True replaces it",
         )
 
 
-def refuse_links(store: Store, prefix: str) -> None:
+def refuse_links(folder: StepFolder) -> None:
     """Raise what writing to a step would, where its folder or that of its data is a link."""
-    for folder, name in (("", prefix), (prefix, DATA)):
-        if name in store.links(folder):
-            raise link_in_the_way(described(store, under(folder, name)))
+    if folder.name in folder.store.links():
+        raise link_in_the_way(str(folder))
+    if DATA in folder.store.links(folder.name):
+        raise link_in_the_way(folder.where(DATA))
 
 
 def _not_committed(
-    store: Store, prefix: str, names: Sequence[str], *, is_begun: bool = False
+    folder: StepFolder, names: Sequence[str], *, is_begun: bool = False
 ) -> NotFoundError:
-    where = described(store, prefix)
+    store, where = folder.store, str(folder)
     if is_begun or DATA in names:
-        objects = len(store.list(under(prefix, DATA)))
+        objects = len(store.list(folder.data()))
         manifest = "an empty manifest" if is_begun else "no manifest"
         return NotCommittedError(
             f"not a committed checkpoint: {objects} objects, {manifest}",
@@ -349,20 +362,21 @@ def _not_committed(
             hint=_FOREIGN_HINT if known.read is None else READABLE_HINT,
         )
     what = f"{len(names)} other files" if names else "nothing there"
-    guess = "" if names else _steps_beside(store, prefix)
+    guess = "" if names else _steps_beside(folder)
     return NotFoundError(
         f"no checkpoint: {what}", where=where, hint=f"{guess}pass the folder of a run or of a step"
     )
 
 
-def _steps_beside(store: Store, prefix: str) -> str:
+def _steps_beside(folder: StepFolder) -> str:
     """What a hint begins with where a run lacks a step: those of the nearest numbers."""
-    wanted = step_number(prefix or store.location.name)
+    store = folder.store
+    wanted = step_number(folder.name or store.location.name)
     if wanted is None:
         return ""
     with suppress(CkptkitError):
         place = replace(store.address, location=store.location.parent)
-        steps = step_folders(store if prefix else store_at(place))
+        steps = step_folders(store if folder.name else store_at(place))
         close = sorted(steps, key=lambda step: abs(step - wanted))[:2]
         if close:
             return f"did you mean {' or '.join(steps[step] for step in sorted(close))}? "

@@ -18,7 +18,7 @@ import yaml
 from ckptkit.errors import RulesError, nearest
 from ckptkit.model import Rules, Strategy
 from ckptkit.model.expression import sizes_of
-from ckptkit.model.rules import matches
+from ckptkit.model.rules import fits
 
 RulesLike: TypeAlias = Rules | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -163,4 +163,4 @@ def document_in(what: str | os.PathLike[str], known: Sequence[str] = ()) -> Any:
 
 
 def _any(pattern: str, names: Iterable[str]) -> bool:
-    return any(matches(pattern, name) for name in names)
+    return any(fits(pattern, name) for name in names)

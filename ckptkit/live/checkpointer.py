@@ -31,7 +31,7 @@ from ckptkit.live.save import PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, World, current_world, next_name, ranks_of
 from ckptkit.live.tiers import Background, Tiers
-from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
+from ckptkit.live.wrappers.training import Training, TrainingObjects
 from ckptkit.model.document import size_text
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Options
@@ -179,7 +179,7 @@ class Checkpointer:
                 if extra is None and all(value is None for value in objects.values()):
                     # It would be the newest step, and free an older one.
                     raise UsageError("nothing to save", hint="pass model=…, state=… or extra=…")
-                training = TrainingState.of(**objects)
+                training = Training.of(**objects)
                 failed_copy = self._tiers.meet(ranks)
                 may_skip = self._asynchronous and self._skips
                 # Whether rank 0 is still writing: one answer for all.
@@ -238,7 +238,7 @@ class Checkpointer:
             after.callback(self._tiers.turn(self._copying(), None))
             with failing_together(ranks):
                 self._background.wait()
-                training = TrainingState.of(skip, **objects)
+                training = Training.of(skip, **objects)
                 self._tiers.meet(ranks)
                 # Which to try, and from where: a listing may differ from rank to rank.
                 wanted = "newest" if step is None else str(step)

@@ -35,7 +35,7 @@ from ckptkit.live.state.ranks import listed
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
 from ckptkit.live.state.trees import arrays_in, no_tensor, put_tensors, replace_leaves, with_own
 from ckptkit.live.wrappers.entries import StateMismatchError
-from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.live.wrappers.training import Training
 
 _SHOWN = 8
 
@@ -106,7 +106,7 @@ class Match:
     """What of a step goes into the objects of this rank."""
 
     report: Report
-    training: TrainingState
+    training: Training
     """The objects, without optimizers of kinds that the step knows nothing of."""
     arrays: Mapping[str, str]
     """The name that the step has each tensor besides those of optimizers under."""
@@ -163,7 +163,7 @@ class Position:
 
 def compare(
     checkpoint: Checkpoint,
-    training: TrainingState,
+    training: Training,
     snapshot: Snapshot,
     ranks: Ranks,
     options: LoadOptions,

@@ -8,21 +8,20 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial as bound
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias, Unpack
+from typing import Any, Unpack
 
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.places import Place, decoded_manifest, store_at, stored_manifest
+from ckptkit.checkpoint.places import Place, StepFolder, decoded_manifest, store_at, stored_manifest
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
-from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, open_alike, open_foreign
+from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, ReadMany, open_alike, open_foreign
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.workers import uncollected
 from ckptkit.errors import LayoutError, NotFoundError
@@ -60,7 +59,7 @@ from ckptkit.live.state.tensors import (
 )
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import put_tensors
-from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
+from ckptkit.live.wrappers.training import Training, TrainingObjects
 from ckptkit.model import Box, Replicate
 from ckptkit.model.document import size_text
 from ckptkit.plan.read import batches, readable_pieces, readers_of
@@ -74,9 +73,6 @@ _TURN_BYTES = 32 << 20
 _AT_HAND = 4  # turns: one is given while the others are read, each of which begins and ends slowly
 _PIECE_BYTES = 8 << 20  # small enough to spread evenly over readers
 _ALIGNMENT = 64
-
-ReadMany: TypeAlias = Callable[[Sequence[tuple[str, Box, npt.NDArray[Any]]]], None]
-"""Reads boxes of arrays into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +109,7 @@ def load(  # noqa: PLR0913 — how much may differ, and how to read
     world = current_world()
     ranks = ranks_of(world, next_name(world, "load"), timeout, NOT_LOADED)
     with failing_together(ranks):
-        training = TrainingState.of(skip, **objects)
+        training = Training.of(skip, **objects)
         store = store_at(location, storage_options)
         options = LoadOptions(
             partial=partial,
@@ -128,7 +124,7 @@ def load(  # noqa: PLR0913 — how much may differ, and how to read
 
 @uncollected()
 def load_into(
-    training: TrainingState,
+    training: Training,
     store: Store,
     step: int | None,
     world: World,
@@ -198,27 +194,26 @@ def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
     others are being saved, all ranks open the same step: rank 0 reads the manifest for all.
     """
     data: bytes | None = None
-    prefix, foreign, place = "", None, ("", b"")
+    name, foreign, place = "", None, ("", b"")
     if ranks.rank == 0:
         # An error here reaches the others before anyone begins to wait for bytes.
         try:
-            prefix, data = stored_manifest(store, step)
+            (_, name), data = stored_manifest(store, step)
         except NotFoundError as error:
             foreign = open_foreign(store, error)
-            prefix, place = (
-                foreign.prefix,
-                (str(foreign.store.location), foreign.manifest.table.digest),
-            )
+            name = foreign.folder.name
+            place = str(foreign.store.location), foreign.manifest.table.digest
     if ranks.world_size > 1:
-        size, prefix, place = ranks.share(lambda: (len(data or b""), prefix, place))
+        size, name, place = ranks.share(lambda: (len(data or b""), name, place))
         if size:
             # A rank that has left would be missing in the collective: nobody begins it without all.
             ranks.wait()
             data = bytes_of_first(data, size)
     if data is None:
         with failing_together(ranks):  # of a foreign one there is nothing to send
-            return foreign or open_alike(store, prefix, *place)
-    return Checkpoint(store, prefix, decoded_manifest(store, prefix, data))
+            return foreign or open_alike(store, name, *place)
+    folder = StepFolder(store, name)
+    return Checkpoint(folder, decoded_manifest(folder, data))
 
 
 # Filling memory from the arrays of a step: each rank for itself, or what several need alike by one

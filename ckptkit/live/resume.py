@@ -24,7 +24,7 @@ from ckptkit.live.state.agreement import Documents
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors
 from ckptkit.live.wrappers.entries import Saved, SavedState
-from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.live.wrappers.training import Training
 
 _COMPARE_MEMORY = 64 << 20
 
@@ -258,7 +258,7 @@ def differing(
 
 
 def hand_over(
-    training: TrainingState, snapshot: Snapshot, values: Mapping[str, Any], documents: Documents
+    training: Training, snapshot: Snapshot, values: Mapping[str, Any], documents: Documents
 ) -> None:
     """Once tensors are filled, give the model the values that are no tensors, by name, and
     optimizers what their documents say.

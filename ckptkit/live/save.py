@@ -36,7 +36,7 @@ from ckptkit.live.state.tensors import (
 )
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
-from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.live.wrappers.training import Training
 from ckptkit.model import Shard, Strided
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, may_cut
 from ckptkit.storage import Store
@@ -95,7 +95,7 @@ class PreparedSave:
 def prepare(
     store: Store,
     step: int,
-    training: TrainingState,
+    training: Training,
     extra: Mapping[str, object] | None,
     options: SaveOptions,
     last: LastSave,
@@ -175,7 +175,7 @@ class _Agreed:
 def _agree(
     ranks: Ranks,
     step: int,
-    training: TrainingState,
+    training: Training,
     snapshot: Snapshot,
     held: Sequence[Held],
     options: SaveOptions,

@@ -32,7 +32,7 @@ from ckptkit.live.wrappers.entries import (
 )
 from ckptkit.live.wrappers.fsdp1 import FlatPart, FSDP1Optimizer
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer, fresh_state
-from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.live.wrappers.training import Training
 
 State = dict[str, Any]
 
@@ -64,7 +64,7 @@ class ShardedOptimizerState:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         given = _given(model)
-        training = TrainingState.of(model=model if given is None else given, optimizer=optimizer)
+        training = Training.of(model=model if given is None else given, optimizer=optimizer)
         assert training.model is not None  # noqa: S101 — just passed
         self._adapter = training.optimizers[0]
         self.kind = self._adapter.kind

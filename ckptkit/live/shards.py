@@ -27,7 +27,7 @@ from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import current_world
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
 from ckptkit.live.wrappers.entries import Saved, SavedState, StateMismatchError
-from ckptkit.live.wrappers.training import Model, TrainingState
+from ckptkit.live.wrappers.training import Model, Training
 from ckptkit.model import DTYPES, Box, Strategy
 
 StateDict: TypeAlias = dict[str, Any]
@@ -185,13 +185,13 @@ class DistributedModel:
 
     def local_state_dict(self) -> StateDict:
         """What this rank holds, in the model's own memory where it has it as it is."""
-        _, held, tied, values = self._look(TrainingState(Model(self.model)))
+        _, held, tied, values = self._look(Training(Model(self.model)))
         tensors = {name: each.local for name, each in held.items()}
         return tensors | {name: tensors[of] for name, of in tied.items()} | values
 
     def full_state_dict(self) -> StateDict | None:
         """All of it, in host memory, on rank 0; None on the others."""
-        _, held, tied, values = self._look(TrainingState(Model(self.model)))
+        _, held, tied, values = self._look(Training(Model(self.model)))
         plan = self._exchange.agree(held, values=values, tied=tied)
         tensors = self._exchange.gather(plan, held)
         if tensors is None:
@@ -200,7 +200,7 @@ class DistributedModel:
 
     def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `local_state_dict` gave on this rank of a job of the same layout."""
-        training = TrainingState(Model(self.model))
+        training = Training(Model(self.model))
         snapshot, held, tied, values = self._look(training)
         known = {n: (tuple(h.local.shape), h.local.dtype) for n, h in held.items()}
         problem = _objection(known, tied, values, state)
@@ -212,7 +212,7 @@ class DistributedModel:
 
     def load_full_state_dict(self, state: Mapping[str, Any] | None = None) -> None:
         """Take over what rank 0 has of `full_state_dict`; what others pass is ignored."""
-        training = TrainingState(Model(self.model))
+        training = Training(Model(self.model))
         snapshot, held, tied, values = self._look(training)
         plan = self._exchange.agree(held, values=values, tied=tied)
         given: StateDict = {}
@@ -231,14 +231,14 @@ class DistributedModel:
         self._exchange.hand_out(plan, held, wholes)
         hand_over(training, snapshot, given, [])
 
-    def _training(self) -> TrainingState:
-        return TrainingState.of(model=self.model, optimizer=self._optimizer)
+    def _training(self) -> Training:
+        return Training.of(model=self.model, optimizer=self._optimizer)
 
-    def _snapshot(self, training: TrainingState) -> Snapshot:
+    def _snapshot(self, training: Training) -> Snapshot:
         return take_snapshot(self._world, training, mesh=self.mesh, rules=self.rules)
 
     def _look(
-        self, training: TrainingState
+        self, training: Training
     ) -> tuple[Snapshot, dict[str, LiveTensor], dict[str, str], StateDict]:
         """What this rank has, by the names that the model's author gave: tensors, second names of
         such, and other values.
@@ -287,7 +287,7 @@ def _refuse_unknown(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def _metadata(snapshot: Snapshot, training: TrainingState) -> ShardingMetadata:
+def _metadata(snapshot: Snapshot, training: Training) -> ShardingMetadata:
     """What the snapshot of a rank is a part of."""
     topology = snapshot.topology
     tensors: dict[str, TensorSharding] = {}

@@ -38,7 +38,7 @@ from ckptkit.live.state.tensors import (
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry
-from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.live.wrappers.training import Training
 from ckptkit.model import Placement, Shard, Strategy, Strided
 
 Trees: TypeAlias = Mapping[str, tuple[Any, dict[str, torch.Tensor]]]
@@ -84,7 +84,7 @@ class Snapshot:
 
 def take_snapshot(
     world: World,
-    training: TrainingState,
+    training: Training,
     *,
     extra: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
@@ -167,7 +167,7 @@ def take_snapshot(
     )
 
 
-def with_optimizers(before: Snapshot, training: TrainingState) -> Snapshot | None:
+def with_optimizers(before: Snapshot, training: Training) -> Snapshot | None:
     """What was seen without the optimizers of a training, together with these; `before` is used up.
     None where they say how the job is spread, or stages may: that takes another look at everything.
     """
@@ -183,7 +183,7 @@ def with_optimizers(before: Snapshot, training: TrainingState) -> Snapshot | Non
 
 
 def _optimizers(
-    training: TrainingState, entries: Sequence[ModelEntry]
+    training: Training, entries: Sequence[ModelEntry]
 ) -> tuple[list[list[StateEntry]], list[dict[str, Any]]]:
     """What optimizers keep of the parameters of a model: their entries, and what they say besides
     tensors.
@@ -203,7 +203,7 @@ def _optimizers(
     return states, documents
 
 
-def _trees(training: TrainingState) -> Trees:
+def _trees(training: Training) -> Trees:
     """Asks each object for its state, once."""
     found: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for group, value in training.stateful.items():
@@ -228,7 +228,7 @@ def tree_of(value: object) -> Any:
 
 def topology_of(
     world: World,
-    training: TrainingState,
+    training: Training,
     mesh: DeviceMesh | None = None,
     ranks: Ranks | None = None,
     nested: Trees | None = None,
@@ -263,7 +263,7 @@ def topology_of(
     return Topology.of(world.rank, world.size, lines)
 
 
-def rules_of(training: TrainingState, rules: HandCuts | None) -> HandCuts:
+def rules_of(training: Training, rules: HandCuts | None) -> HandCuts:
     """The rules of a call, or those that its model came with."""
     if rules is not None and rules.said:
         return rules

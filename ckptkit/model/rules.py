@@ -92,16 +92,16 @@ class Rule:
     ndim: int | None = None
     when: tuple[tuple[str, int], ...] = ()
 
-    def matches(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
+    def fits(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
         if self.ndim is not None and self.ndim != len(shape):
             return False
         if any(sizes.get(size) != value for size, value in self.when):
             return False
-        return any(matches(pattern, name) for pattern in self.match)
+        return any(fits(pattern, name) for pattern in self.match)
 
     def pattern(self, name: str) -> str:
         """The pattern that matches a name, for people."""
-        return next((pattern for pattern in self.match if matches(pattern, name)), "")
+        return next((pattern for pattern in self.match if fits(pattern, name)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +176,11 @@ class Rules:
     def find(self, name: str, shape: tuple[int, ...]) -> Rule | None:
         """The first rule for a tensor of this name (inside of its group) and shape."""
         known = self.known
-        return next((rule for rule in self.rules if rule.matches(name, shape, known)), None)
+        return next((rule for rule in self.rules if rule.fits(name, shape, known)), None)
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether a glob, or a regular expression behind `re:`, matches the whole name."""
+def fits(pattern: str, name: str) -> bool:
+    """Whether a glob, or a regular expression behind `re:`, fits the whole name."""
     if pattern.startswith("re:"):
         return _compiled(pattern[3:]).fullmatch(name) is not None
     return fnmatchcase(name, pattern)

@@ -97,7 +97,7 @@ def view(  # noqa: PLR0913 — one keyword for each decision, all with defaults
         checkpoint = stack.enter_context(open_checkpoint(store))
         facts: Facts = {"ckptkit": __version__, "step": step_facts(checkpoint)}
         # Where it was found in a run.
-        facts["run"] = run_facts(checkpoint, Run(store)) if checkpoint.prefix else None
+        facts["run"] = run_facts(checkpoint, Run(store)) if checkpoint.folder.name else None
         if to is not None:
             plan = plan_reshard(
                 checkpoint.place,

@@ -208,7 +208,7 @@ def subjects_of(tensors: Sequence[Tensor]) -> list[Subject]:
     # A parameter and its state have one: found once for all of them.
     inners: dict[str | None, str] = {None: ""}
     inners |= {tensor.of: _inside(tensor.of.split("/")) for tensor in tensors if tensor.of}
-    parameters = {inner_name(tensor): tensor for tensor in tensors if tensor.is_parameter}
+    parameters = {ruled_name(tensor): tensor for tensor in tensors if tensor.is_parameter}
     # For a parameter that is not there stands the largest of its state: it has its shape.
     absent: dict[str, Tensor] = {}
     for tensor in tensors:
@@ -218,7 +218,7 @@ def subjects_of(tensors: Sequence[Tensor]) -> list[Subject]:
                 absent[tensor.of] = tensor
     subjects = []
     for tensor in tensors:
-        inner, lead = inners[tensor.of or None] or inner_name(tensor), tensor
+        inner, lead = inners[tensor.of or None] or ruled_name(tensor), tensor
         if tensor.of is not None:
             lead = by_name.get(tensor.of) or absent[tensor.of]
         elif tensor.role in ("other", "optimizer") and not tensor.is_parameter:
@@ -229,8 +229,10 @@ def subjects_of(tensors: Sequence[Tensor]) -> list[Subject]:
     return subjects
 
 
-def inner_name(tensor: Tensor) -> str:
-    """The name inside of its group: of optimizer state, its parameter's."""
+def ruled_name(tensor: Tensor) -> str:
+    """The name that rules are asked about, inside of its group: of what follows a parameter, that
+    one's.
+    """
     nodes = (tensor.of or tensor.name).split("/")
     if tensor.of is None and tensor.role == "optimizer" and len(nodes) > 2:
         nodes = nodes[:-1]

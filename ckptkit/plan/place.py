@@ -26,7 +26,7 @@ from ckptkit.model import (
 )
 from ckptkit.model.document import counted
 from ckptkit.model.folds import fold_names
-from ckptkit.model.rules import matches
+from ckptkit.model.rules import fits
 from ckptkit.plan.chunks import owners_of
 from ckptkit.plan.cuts import AS_IN_SOURCE, Cutter, Said, Subject, Tensor, subjects_of
 
@@ -311,7 +311,7 @@ class Stager:
             (last, self._pipeline.last),
             (Replicate(), self._pipeline.every),
         ):
-            pattern = next((each for each in patterns if matches(each, subject.inner)), None)
+            pattern = next((each for each in patterns if fits(each, subject.inner)), None)
             if pattern is not None:
                 return Said(placement, f"{self._name}: {pattern}")
         if self._replicates:
@@ -372,9 +372,9 @@ def _stages(
         layer = pipeline.layer(subject.inner)
         if layer is not None:
             nbytes[layer] = nbytes.get(layer, 0) + mine
-        elif any(matches(pattern, subject.inner) for pattern in pipeline.first):
+        elif any(fits(pattern, subject.inner) for pattern in pipeline.first):
             ends[0] += mine
-        elif any(matches(pattern, subject.inner) for pattern in pipeline.last):
+        elif any(fits(pattern, subject.inner) for pattern in pipeline.last):
             ends[1] += mine
     layers = sorted(nbytes)
     if len(layers) < size:

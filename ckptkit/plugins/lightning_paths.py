@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.places import manifest_size, step_name, store_at
+from ckptkit.checkpoint.places import StepFolder, manifest_size, step_name, store_at
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.run.run import Run
@@ -36,7 +36,7 @@ from ckptkit.live.save import SaveOptions, prepare
 from ckptkit.live.state.extra import SEEN_BY_ALL
 from ckptkit.live.state.ranks import World, current_world, meeting
 from ckptkit.live.tiers import Background, first_sound
-from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.live.wrappers.training import Training
 from ckptkit.storage import Options, Store
 
 log = logging.getLogger("ckptkit.plugins")
@@ -143,7 +143,7 @@ class PathRuns:
         """Save on one rank of a job whose ranks all have the whole state."""
         step, objects = int(content["global_step"]), _objects(content, model, optimizers)
         location = self._free(path, step)
-        store, training = self._store(location), TrainingState.of(**objects)
+        store, training = self._store(location), Training.of(**objects)
         options = SaveOptions()
         with _naming_keys():
             alone: Any = {"world": World(), "ranks": OneRank()}
@@ -250,7 +250,7 @@ class PathRuns:
         return next(str(run) for run in runs if not self._has(str(run), step))
 
     def _has(self, location: str, step: int) -> bool:
-        return manifest_size(self._store(location), step_name(step)) is not None
+        return manifest_size(StepFolder(self._store(location), step_name(step))) is not None
 
     def _name(self, path: str, location: str, step: int, saver: Checkpointer | None = None) -> None:
         """Let the path stand for a step that is committed, and delete what it stood for."""

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import os
 
+from ckptkit.storage.base.address import NO_OPTIONS, Address, Location, Options, checked_names
 from ckptkit.storage.base.buffers import AlignedBuffer, BufferPool, default_pool
-from ckptkit.storage.base.location import Location
-from ckptkit.storage.base.options import NO_OPTIONS, Address, Options, checked_names
 from ckptkit.storage.base.store import Abilities, Sink, Source, Store, Stored
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.memory import MemoryStore

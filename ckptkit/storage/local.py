@@ -10,11 +10,22 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
 from ckptkit.errors import NotFoundError, UsageError
+from ckptkit.storage.base.address import (
+    Address,
+    Location,
+    checked_key,
+    deletable_key,
+    folder_of,
+    is_leftover,
+    is_temporary,
+    new_temporary,
+)
 from ckptkit.storage.base.buffers import AlignedBuffer, address_of, copy_bytes, default_pool
 from ckptkit.storage.base.disk import (
     BLOCK,
@@ -29,16 +40,6 @@ from ckptkit.storage.base.disk import (
     sync_nearest,
     where_folders_vanish,
 )
-from ckptkit.storage.base.location import (
-    Location,
-    checked_key,
-    deletable_key,
-    folder_of,
-    is_leftover,
-    is_temporary,
-    new_temporary,
-)
-from ckptkit.storage.base.options import Address
 from ckptkit.storage.base.store import (
     Abilities,
     Entries,
@@ -134,7 +135,7 @@ class LocalStore:
         view = as_bytes(str(path), data)
         with refusals(str(path)):
             # A deletion that empties the folder removes it, with our temporary name in it.
-            where_folders_vanish(lambda: self._put(path, view, exclusive=exclusive))
+            where_folders_vanish(partial(self._put, path, view, exclusive=exclusive))
             sync_folder(path.parent)
 
     def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:

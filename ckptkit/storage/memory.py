@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.base.location import Location, deletable_key, folder_of
-from ckptkit.storage.base.options import Address
+from ckptkit.storage.base.address import Address, Location, deletable_key, folder_of
 from ckptkit.storage.base.store import (
     Abilities,
     BufferSink,

@@ -67,9 +67,9 @@ def named_by_manifests(store: Store) -> set[str]:
     keys = set()
     for step in Run(store).steps():
         with Run(store).open(step) as checkpoint:
-            folder = f"{checkpoint.prefix}/data/{checkpoint.save_id}"
+            folder = checkpoint.folder.data(checkpoint.save_id)
             keys |= {f"{folder}/{pack.name}" for pack in checkpoint.manifest.packs}
-            keys.add(f"{checkpoint.prefix}/manifest.msgpack")
+            keys.add(checkpoint.folder.key("manifest.msgpack"))
     return keys
 
 

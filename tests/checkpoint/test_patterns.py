@@ -27,7 +27,7 @@ def test_plans_and_patterns_have_one_name_inside_of_a_group(
     name: str, role: str, of: str | None, inner: str
 ) -> None:
     assert inner_name(name, role) == inner
-    assert cuts.inner_name(cuts.Tensor(name, (2,), 4, role, of, ())) == inner
+    assert cuts.ruled_name(cuts.Tensor(name, (2,), 4, role, of, ())) == inner
 
 
 def test_a_pattern_means_whole_names_and_those_inside_of_their_group() -> None:

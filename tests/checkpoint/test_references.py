@@ -17,6 +17,7 @@ import pytest
 import ckptkit
 from ckptkit import Run, Writer
 from ckptkit.checkpoint import workers
+from ckptkit.checkpoint.places import StepFolder
 from ckptkit.checkpoint.write.commit import gather
 from ckptkit.checkpoint.write.pack import Pack, pack_of, plan_of
 from ckptkit.errors import CkptkitError, FormatError, PeerError
@@ -141,7 +142,7 @@ def test_equal_arrays_are_read_once_however_many_ranks_know_them(
     monkeypatch.setattr(array_table, "arrays_from_docs", counted)
     monkeypatch.setattr(workers, "_FEW", 1)
     (save_id,) = store.children("step-0000000001/data")
-    gather(store, "step-0000000001", save_id)
+    gather(StepFolder(store, "step-0000000001"), save_id)
     assert len(calls) == tables
 
 
@@ -216,7 +217,7 @@ def test_a_world_of_absurd_size_is_refused_by_the_pack_that_is_missing() -> None
     info = SaveInfo(save_id, 1, 0.0, "test", strategy.world_size, strategy, {})
     store = MemoryStore()
     pack = pack_of(0, plan_of(0, strategy, {}), [])
-    pack.begin(store, "", info, pack.segments_of(1 << 20), refers=False)
+    pack.begin(StepFolder(store), info, pack.segments_of(1 << 20), refers=False)
     pack.write_segment(0)
     tracemalloc.start()
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 import pytest
-from ckptkit.cli.exits import code_of
+from ckptkit.cli.output import code_of
 
 import ckptkit
 from ckptkit import errors

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ckptkit.cli.exits import MEANING
+from ckptkit.cli.output import MEANING
 from ckptkit.cli.program import COMMANDS
 from jsonschema import Draft202012Validator
 

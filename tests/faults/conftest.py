@@ -15,7 +15,7 @@ from tests.servers.s3_server import Bucket
 @pytest.fixture(autouse=True)
 def _quick_way_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is slow here: what takes long is broken."""
-    monkeypatch.setattr("ckptkit.storage.base.options.LEAST_RATE", 1e9)
+    monkeypatch.setattr("ckptkit.storage.base.address.LEAST_RATE", 1e9)
 
 
 @pytest.fixture

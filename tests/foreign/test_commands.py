@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckptkit.cli.exits import ABSENT, CORRUPT, STORAGE
+from ckptkit.cli.output import ABSENT, CORRUPT, STORAGE
 
 import ckptkit
 from ckptkit.checkpoint.read.stream import stored_arrays

@@ -18,7 +18,7 @@ from ckptkit.checkpoint.export import files
 from ckptkit.checkpoint.export.export import write_file
 from ckptkit.errors import AlreadyExistsError, CkptkitError, StorageError
 from ckptkit.storage import Store, open_store
-from ckptkit.storage.base.location import new_temporary
+from ckptkit.storage.base.address import new_temporary
 from tests.checkpoint.saving import Tensor, random_values, save
 from tests.cli.programs import document
 from tests.servers.moto import Moto

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.checkpoint.places import StepFolder
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.errors import FormatError
 from ckptkit.foreign import extents
@@ -27,7 +28,7 @@ def opened(array: ForeignArray, files: dict[str, bytes]) -> Checkpoint:
     step = ForeignStep(
         format="test", files={key: len(data) for key, data in files.items()}, arrays=[array]
     )
-    return Checkpoint(store, "", manifest_of(step, b""))
+    return Checkpoint(StepFolder(store), manifest_of(step, b""))
 
 
 @st.composite

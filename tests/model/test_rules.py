@@ -10,7 +10,7 @@ import yaml
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import Cut, Experts, Pipeline, Replicate, Rule, Rules, Shard
 from ckptkit.model.expression import Expression, sizes_of
-from ckptkit.model.rules import matches
+from ckptkit.model.rules import fits
 
 TEXT = r"""
 rules:
@@ -60,11 +60,11 @@ def test_a_rule_can_ask_for_a_size() -> None:
 
 
 def test_globs_and_regular_expressions_match_whole_names() -> None:
-    assert matches("*.w", "a.b.w")
-    assert not matches("*.w", "a.b.ww")
-    assert not matches("*.W", "a.b.w")
-    assert matches("re:a\\.\\d+", "a.12")
-    assert not matches("re:a\\.\\d", "a.12")
+    assert fits("*.w", "a.b.w")
+    assert not fits("*.w", "a.b.ww")
+    assert not fits("*.W", "a.b.w")
+    assert fits("re:a\\.\\d+", "a.12")
+    assert not fits("re:a\\.\\d", "a.12")
 
 
 def test_numbers_are_worked_out_from_sizes() -> None:

@@ -14,7 +14,7 @@ from tests.servers.s3_server import Bucket
 @pytest.fixture(autouse=True)
 def _quick_way_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is slow here: what takes long is broken, and is asked again at once."""
-    monkeypatch.setattr("ckptkit.storage.base.options.LEAST_RATE", 1e9)
+    monkeypatch.setattr("ckptkit.storage.base.address.LEAST_RATE", 1e9)
     # The tests of what needs no engine run without one, too.
     for module in ("server", "obstore") if find_spec("obstore") else ("server",):
         monkeypatch.setattr(f"ckptkit.storage.objects.{module}.FIRST_PAUSE", 0.01)

@@ -8,7 +8,7 @@ import pytest
 
 from ckptkit.errors import CkptkitError
 from ckptkit.storage import open_store
-from ckptkit.storage.base.options import SMALLEST_PART
+from ckptkit.storage.base.address import SMALLEST_PART
 from ckptkit.storage.objects import server
 from ckptkit.storage.objects.store import ObjectStore
 from tests.faults.trouble import PART, Trouble

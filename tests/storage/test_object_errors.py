@@ -26,7 +26,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.storage import Address, Location, Store, open_store
-from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.address import Settings
 from ckptkit.storage.objects import errors
 from ckptkit.storage.objects.amazon import profile_endpoint
 from ckptkit.storage.objects.errors import Transient, obstore_translation, translation

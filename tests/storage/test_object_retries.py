@@ -106,7 +106,7 @@ def test_an_answer_that_comes_too_slowly_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.base.options.READ_RATE", 1e9)
+    monkeypatch.setattr("ckptkit.storage.base.address.READ_RATE", 1e9)
     data = random.Random(9).randbytes(100_000)
     direct(bucket).put("a", data)
     more = {"engine": engine, "timeout": 1, "deadline": 20}
@@ -120,7 +120,7 @@ def test_an_answer_that_comes_too_slowly_is_asked_for_again(
 def test_a_stalled_answer_is_given_up_long_before_a_slow_one(
     bucket: Bucket, proxy: Proxy, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.base.options.READ_RATE", 1e6)
+    monkeypatch.setattr("ckptkit.storage.base.address.READ_RATE", 1e6)
     direct(bucket).put("a", bytes(100_000))
     # More than `timeout` until it is known to be slow, and less until it stalls.
     for fault in (StallDownload(1000), Stall()):
@@ -142,7 +142,7 @@ def test_google_s_answers_too_may_be_slow_and_must_not_stall(
         proxy.inject(SlowDownload(len(data) // 12, seconds=0.4), kind("GET"))
         assert open_store(f"{gcs_bucket.url}/run", slow).read("a", 0, len(data)) == data
         assert proxy.counts["GET"] == 1
-        monkeypatch.setattr("ckptkit.storage.base.options.READ_RATE", 1e9)
+        monkeypatch.setattr("ckptkit.storage.base.address.READ_RATE", 1e9)
         stalled = gcs_bucket.through(proxy.endpoint, timeout=2, deadline=60)
         proxy.inject(StallDownload(1000), kind("GET"), times=2)
         with caplog.at_level(logging.WARNING, "ckptkit"):
@@ -300,7 +300,7 @@ def started(bucket: Bucket, port: int) -> Proxy:
 def test_parts_may_take_as_long_as_a_slow_way_up_needs(
     bucket: Bucket, proxy: Proxy, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.base.options.LEAST_RATE", 1e6)
+    monkeypatch.setattr("ckptkit.storage.base.address.LEAST_RATE", 1e6)
     more = {"engine": engine, "timeout": 0.5, "deadline": 20, "part_size": PIECE}
     store = open_store(bucket.url, bucket.through(proxy.endpoint, **more))
     proxy.inject(Delay(1), kind("PUT"), times=None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptkit.storage import Location
-from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.address import Settings
 from ckptkit.storage.objects import amazon
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)

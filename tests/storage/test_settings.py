@@ -8,7 +8,7 @@ import pytest
 
 from ckptkit.errors import UsageError
 from ckptkit.storage import LocalStore, Options, open_store
-from ckptkit.storage.base.options import Settings, read_settings
+from ckptkit.storage.base.address import Settings, read_settings
 
 
 def test_a_command_line_and_python_mean_the_same() -> None:

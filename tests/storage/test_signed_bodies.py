@@ -6,7 +6,7 @@ import pytest
 
 from ckptkit.errors import CkptkitError, CorruptionError
 from ckptkit.storage import Store, open_store
-from ckptkit.storage.base.options import SMALLEST_PART
+from ckptkit.storage.base.address import SMALLEST_PART
 from ckptkit.storage.objects import server
 from tests.faults.trouble import PART, Trouble
 from tests.servers.faults import Answer, FlipUpload, kind

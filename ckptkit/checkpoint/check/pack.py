@@ -17,7 +17,7 @@ from isal import isal_zlib
 
 from ckptkit.checkpoint.read.packs import PackRecord
 from ckptkit.checkpoint.workers import Pace, Progress, share_out
-from ckptkit.checkpoint.write.assemble import missing_groups
+from ckptkit.checkpoint.write.commit import missing_groups
 from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import CorruptionError
 from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document

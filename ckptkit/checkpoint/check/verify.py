@@ -20,21 +20,19 @@ from ckptkit.checkpoint.places import (
     MANIFEST,
     READABLE_HINT,
     Place,
-    data_prefix,
+    StepFolder,
     described,
     manifest_at,
     read_manifest,
     step_name,
     step_number,
     store_at,
-    under,
 )
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_foreign
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY, Band, Limits, stored_arrays, stream
 from ckptkit.checkpoint.workers import Pace, Progress, ask_all
-from ckptkit.checkpoint.write.assemble import assemble
-from ckptkit.checkpoint.write.commit import gather, publish
+from ckptkit.checkpoint.write.commit import assemble, gather, publish
 from ckptkit.errors import (
     CkptkitError,
     FormatError,
@@ -93,7 +91,7 @@ def verify(
     """
     store = store_at(location, storage_options)
     try:
-        prefix, manifest = manifest_at(store)
+        folder, manifest = manifest_at(store)
     except FormatError as error:
         return [_as_finding(error, str(store.location))]
     except NotFoundError as error:
@@ -103,8 +101,8 @@ def verify(
             return [_as_finding(broken, str(store.location))]
         findings: list[Finding] = []
     else:
-        findings = _compared(store, prefix, manifest, threads, progress)
-        checkpoint = Checkpoint(store, prefix, manifest)
+        findings = _compared(folder, manifest, threads, progress)
+        checkpoint = Checkpoint(folder, manifest)
     with checkpoint:
         if values and not findings:
             limits = Limits.of(parse_size(memory), threads, sources=[checkpoint])
@@ -149,11 +147,11 @@ def not_finite(
 
 
 def _compared(
-    store: Store, prefix: str, manifest: Manifest, threads: int | None, progress: Progress | None
+    folder: StepFolder, manifest: Manifest, threads: int | None, progress: Progress | None
 ) -> list[Finding]:
     """What is not as it was written."""
-    folder = data_prefix(prefix, manifest.save.save_id)
-    findings, wrong_size = _files(store, folder, manifest)
+    store, data = folder.store, folder.data(manifest.save.save_id)
+    findings, wrong_size = _files(store, data, manifest)
     there = [n for n, pack in enumerate(manifest.packs) if pack.name not in wrong_size]
     ranks = [number for number in there if manifest.packs[number].record is not None]
     at_once = max(1, min(_PACKS, len(ranks))) if store.abilities.waits_for_answers else 1
@@ -166,7 +164,7 @@ def _compared(
     def look(number: int) -> tuple[list[Finding], Record | None]:
         """What is wrong with a rank's pack, and its record where that can be read."""
         pack = manifest.packs[number]
-        key = f"{folder}/{pack.name}"
+        key = f"{data}/{pack.name}"
         where = described(store, key)
 
         def faults_by(known: PackBytes) -> list[Fault]:
@@ -175,7 +173,7 @@ def _compared(
         found: list[Finding] = []
         record: Record | None = None
         try:
-            read = read_record(store, folder, number, manifest.save.save_id, tables, size=pack.size)
+            read = read_record(store, data, number, manifest.save.save_id, tables, size=pack.size)
             record = read.record
             faults = faults_by(PackBytes.of_rank(read, where))
             if read.pack != pack:
@@ -197,10 +195,10 @@ def _compared(
         try:
             whole(item)
         except FormatError as error:  # a sum that has no total: older versions wrote them
-            findings.append(_as_finding(error, described(store, prefix)))
+            findings.append(_as_finding(error, str(folder)))
     if len(records) == manifest.save.world_size:
         for number in set(there).difference(ranks):
-            key = f"{folder}/{manifest.packs[number].name}"
+            key = f"{data}/{manifest.packs[number].name}"
             try:
                 known_bytes = PackBytes.of_groups(records)
                 faults = faults_of(store, key, store.size(key), known_bytes, each, progress)
@@ -208,7 +206,7 @@ def _compared(
                 findings.append(_as_finding(error, described(store, key)))
             else:
                 findings += _told(described(store, key), faults)
-        findings += _compare(store, prefix, manifest, records)
+        findings += _compare(str(folder), manifest, records)
     return findings
 
 
@@ -216,10 +214,10 @@ def _told(where: str, faults: Iterable[Fault]) -> list[Finding]:
     return [Finding("corrupt", f"{where} at byte {at}", what) for at, what in faults]
 
 
-def _files(store: Store, folder: str, manifest: Manifest) -> tuple[list[Finding], set[str]]:
+def _files(store: Store, data: str, manifest: Manifest) -> tuple[list[Finding], set[str]]:
     """Packs that are missing, of another size, or too many; and the names of the first two."""
     findings, wrong = [], set()
-    present = {entry.key.rpartition("/")[2]: entry.size for entry in store.list(folder)}
+    present = {entry.key.rpartition("/")[2]: entry.size for entry in store.list(data)}
     for pack in manifest.packs:
         size = present.pop(pack.name, None)
         if size == pack.size:
@@ -228,19 +226,16 @@ def _files(store: Store, folder: str, manifest: Manifest) -> tuple[list[Finding]
         kind, what = "missing", "a pack of the step is not there"
         if size is not None:
             kind, what = "corrupt", f"the pack has {size} bytes, written were {pack.size}"
-        findings.append(Finding(kind, described(store, f"{folder}/{pack.name}"), what))
+        findings.append(Finding(kind, described(store, f"{data}/{pack.name}"), what))
     hint = "nothing refers to it; delete it if you did not put it there"
     for name in sorted(present):
-        where = described(store, f"{folder}/{name}")
+        where = described(store, f"{data}/{name}")
         findings.append(Finding("extra", where, "not a pack of the step", hint))
     return findings, wrong
 
 
-def _compare(
-    store: Store, prefix: str, manifest: Manifest, records: list[Record]
-) -> Iterator[Finding]:
+def _compare(where: str, manifest: Manifest, records: list[Record]) -> Iterator[Finding]:
     """The manifest against the one that the records give."""
-    where = described(store, prefix)
     try:
         expected = assemble(records, manifest.packs)
     except CkptkitError as error:
@@ -273,50 +268,49 @@ def rebuild(
     With the packs of several complete saves in the step, `save_id` has to say which one is
     meant.
     """
-    store, prefix = store_at(location, storage_options), ""
-    number = step_number(store.location.name)
+    store = store_at(location, storage_options)
+    folder, number = StepFolder(store), step_number(store.location.name)
     if number is not None and store.location.scheme == "file" and not isinstance(location, Store):
         # From the run down: where the step is a link, what it leads to is not this run's.
-        store, prefix = store_at(store.location.parent), store.location.name
-    damaged = _is_damaged(store, prefix)
-    manifest = _choose(store, prefix, save_id)
+        folder = StepFolder(store_at(store.location.parent), store.location.name)
+    damaged = _is_damaged(folder)
+    manifest = _choose(folder, save_id)
     if number is not None and number != manifest.save.step:
         raise FormatError(
             f"the packs are of step {manifest.save.step}, the folder is that of step {number}",
-            where=described(store, prefix),
+            where=str(folder),
             hint=f"the folder was renamed: call it {step_name(manifest.save.step)} again",
         )
-    publish(store, prefix, manifest, replace=damaged)
+    publish(folder, manifest, replace=damaged)
     return manifest
 
 
-def _is_damaged(store: Store, prefix: str) -> bool:
+def _is_damaged(folder: StepFolder) -> bool:
     """Whether there is a manifest that is damaged or empty; StepExistsError where there is a
     good one.
     """
-    if MANIFEST not in store.children(prefix):
+    if MANIFEST not in folder.store.children(folder.name):
         return False
     try:
-        read_manifest(store, prefix)
+        read_manifest(folder)
     except VersionError:
         raise
     except (FormatError, NotCommittedError):
         return True
-    where = described(store, prefix)
     raise StepExistsError(
         "the step is committed already, and its manifest can be read",
-        where=where,
-        hint=f"there is nothing to rebuild; `ckpt verify {where}` looks at every byte",
+        where=str(folder),
+        hint=f"there is nothing to rebuild; `ckpt verify {folder}` looks at every byte",
     )
 
 
-def _choose(store: Store, prefix: str, save_id: str | None) -> Manifest:
-    where = described(store, under(prefix, DATA))
-    found = store.children(under(prefix, DATA))
-    if not found and (known := format_of(store)):
+def _choose(folder: StepFolder, save_id: str | None) -> Manifest:
+    where = folder.where(DATA)
+    found = folder.store.children(folder.data())
+    if not found and (known := format_of(folder.store)):
         raise UsageError(
             f"no step of ckptkit, but {known.what}: it has no manifest of ours to be made again",
-            where=described(store, prefix),
+            where=str(folder),
             hint=READABLE_HINT if known.read else "load it with what wrote it",
         )
     if not found:
@@ -336,7 +330,7 @@ def _choose(store: Store, prefix: str, save_id: str | None) -> Manifest:
     problems = []
     for candidate in [save_id] if save_id else found:
         try:
-            complete[candidate] = gather(store, prefix, candidate)
+            complete[candidate] = gather(folder, candidate)
         except (FormatError, PeerError, NotFoundError) as error:
             problems.append(": ".join(filter(None, (candidate, error.where, error.what))))
     if not complete:

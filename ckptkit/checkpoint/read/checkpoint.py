@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.places import Place, described, manifest_at, read_manifest, store_at
+from ckptkit.checkpoint.places import Place, StepFolder, manifest_at, read_manifest, store_at
 from ckptkit.checkpoint.read.packs import packs_of
 from ckptkit.checkpoint.read.reader import Wanted, plan_read
 from ckptkit.checkpoint.workers import Pace, Progress, share_out, uncollected
@@ -58,10 +58,9 @@ def open_checkpoint(location: Place, *, storage_options: Options | None = None) 
     """
     store = store_at(location, storage_options)
     try:
-        prefix, manifest = manifest_at(store)
+        return Checkpoint(*manifest_at(store))
     except NotFoundError as error:
         return open_foreign(store, error)
-    return Checkpoint(store, prefix, manifest)
 
 
 @uncollected()
@@ -72,17 +71,18 @@ def open_foreign(store: Store, error: NotFoundError) -> Checkpoint:
     found = None if isinstance(error, NotCommittedError) else find_foreign(store)
     if found is None:
         raise error
-    return Checkpoint(*found)
+    place, name, manifest = found
+    return Checkpoint(StepFolder(place, name), manifest)
 
 
-def reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
+def reopened(address: Address, name: str, save_id: str) -> Checkpoint:
     """Open the very save that another process has open; FormatError where there is another now."""
     if save_id.startswith(FOREIGN):
-        location = address.location / prefix if prefix else address.location
+        location = address.location / name if name else address.location
         found = open_checkpoint(replace(address, location=location))
     else:
-        store = store_at(address)
-        found = Checkpoint(store, prefix, read_manifest(store, prefix))
+        folder = StepFolder(store_at(address), name)
+        found = Checkpoint(folder, read_manifest(folder))
     if found.save_id != save_id:
         raise FormatError(
             "its files were changed since it was opened"
@@ -94,10 +94,10 @@ def reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
     return found
 
 
-def open_alike(store: Store, prefix: str, location: str, digest: bytes) -> Checkpoint:
+def open_alike(store: Store, name: str, location: str, digest: bytes) -> Checkpoint:
     """Open the foreign checkpoint that another rank has found at a location, for this one."""
     place = Location.parse(location)
-    found = open_checkpoint(replace(store.address, location=place / prefix if prefix else place))
+    found = open_checkpoint(replace(store.address, location=place / name if name else place))
     if found.manifest.table.digest != digest:
         raise PeerError(
             "this rank finds other tensors here than rank 0",
@@ -119,11 +119,11 @@ class Checkpoint(Closing):
     Usable from any thread; close it, or use it in a `with` block, to free file handles.
     """
 
-    def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
-        self.store = store
-        self.prefix = prefix
+    def __init__(self, folder: StepFolder, manifest: Manifest) -> None:
+        self.folder = folder
+        self.store = folder.store
         self.manifest = manifest
-        self.packs = packs_of(store, prefix, manifest)
+        self.packs = packs_of(folder, manifest)
         self._places = {name: place for place, name in enumerate(manifest.table.names)}
         for alias in manifest.aliases:
             self._places[alias.name] = self._places[alias.alias_of]
@@ -131,14 +131,14 @@ class Checkpoint(Closing):
     @property
     def location(self) -> str:
         """Where the step is, for messages."""
-        return described(self.store, self.prefix)
+        return str(self.folder)
 
     @property
     def place(self) -> Place:
         """What opens this step again, whatever steps its run gets."""
-        if not self.prefix:
+        if not self.folder.name:
             return self.store
-        return replace(self.store.address, location=self.store.location / self.prefix)
+        return replace(self.store.address, location=self.store.location / self.folder.name)
 
     @property
     def step(self) -> int:
@@ -291,7 +291,7 @@ class Checkpoint(Closing):
 
     def read_many(
         self,
-        wanted: Sequence[tuple[str, Box, npt.NDArray[Any]]],
+        wanted: Sequence[NamedBox],
         *,
         verify: bool = True,
         threads: int | None = None,
@@ -299,8 +299,7 @@ class Checkpoint(Closing):
         pace: Pace | None = None,
         alone: bool = False,
     ) -> None:
-        """Fill many arrays at once: (name, box, memory of the box's shape and the array's
-        dtype).
+        """Fill boxes of many arrays at once.
 
         With `verify`, the default, chunks are read whole, and every byte that reaches the caller
         was compared with its checksum (foreign checkpoints have none); without, only the bytes
@@ -338,14 +337,14 @@ class Checkpoint(Closing):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.
-        return (reopened, (self.store.address, self.prefix, self.save_id))
+        return (reopened, (self.store.address, self.folder.name, self.save_id))
 
     def check_unchanged(self) -> None:
         """Refuse a foreign checkpoint whose files are not as they were when it was opened: what was
         read of them may be of both. Of a step of ours checksums tell.
         """
         if self.foreign:
-            reopened(self.store.address, self.prefix, self.save_id).close()
+            reopened(self.store.address, self.folder.name, self.save_id).close()
 
     def close(self) -> None:
         """Close the packs; reading opens them again."""
@@ -363,6 +362,10 @@ class Checkpoint(Closing):
         return self._places[name]
 
 
+NamedBox: TypeAlias = tuple[str, Box, npt.NDArray[Any]]
+"""A box of the array of a name, and memory of the box's shape and the array's dtype."""
+ReadMany: TypeAlias = Callable[[Sequence[NamedBox]], None]
+"""Fills such boxes, as `Checkpoint.read_many` does."""
 Index: TypeAlias = int | slice | EllipsisType
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from isal import isal_zlib
 
-from ckptkit.checkpoint.places import data_prefix, described, read_manifest
+from ckptkit.checkpoint.places import StepFolder, described, read_manifest
 from ckptkit.checkpoint.workers import Pace
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.foreign.contents import ForeignManifest, GatheredSource
@@ -18,7 +18,6 @@ from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest, PackInfo, Record, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
 from ckptkit.storage import Source, Store
-from ckptkit.storage.base.store import Closing
 
 # Processes may often open 1,024 files, and one that is lent from the page cache, or read past it,
 # counts twice; what is beyond this is opened for each read.
@@ -28,12 +27,13 @@ _KEPT_OPEN = 300
 class OpenPacks:
     """Open packs by number; safe to use from any thread, except `close`."""
 
-    def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
+    def __init__(self, folder: StepFolder, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.pace = Pace.of(store)
-        self._store = store
-        self._prefix = prefix
-        self._folder = data_prefix(prefix, manifest.save.save_id)
+        self.pace = Pace.of(folder.store)
+        # An open pack is the one that was looked at when it was opened, whatever becomes of it.
+        self._is_checked = folder.store.abilities.open_survives_delete
+        self._store = folder.store
+        self._folder = folder
         self._open: dict[int, Source] = {}
         self._lock = threading.Lock()
 
@@ -51,7 +51,7 @@ class OpenPacks:
 
     @contextmanager
     def use(self, pack: int) -> Iterator[Source]:
-        """An open pack, for as long as the block lasts at least."""
+        """An open pack, for as long as the block lasts at least, which does nothing but read it."""
         # First without the lock: nearly every read finds its pack open, and many threads read.
         kept = self._open.get(pack)
         if kept is None:
@@ -59,11 +59,25 @@ class OpenPacks:
                 if pack not in self._open and len(self._open) < _KEPT_OPEN:
                     self._open[pack] = self._opened(pack)
                 kept = self._open.get(pack)
-        if kept is not None:
+        if kept is not None and self._is_checked:
             yield kept
             return
-        with self._opened(pack) as source:
-            yield source
+        with self._opened(pack) if kept is None else nullcontext(kept) as source:
+            if self._is_checked or self.is_put_together(pack):
+                yield source
+                return
+            # Nobody has asked the store about it: a read that fails finds out why.
+            try:
+                yield source
+            except NotFoundError as error:
+                raise self._unlike(pack, None) from error
+            except CorruptionError as error:
+                size = written = self.manifest.packs[pack].size
+                with suppress(CkptkitError):
+                    size = self._store.size(self.key(pack))
+                if size == written:
+                    raise
+                raise self._unlike(pack, size) from error
 
     def close(self) -> None:
         """Close all."""
@@ -90,25 +104,7 @@ class OpenPacks:
         if source.size != written:
             source.close()
             raise self._unlike(pack, source.size)
-        is_checked = self._store.abilities.open_survives_delete
-        return source if is_checked else _UncheckedPack(self, pack, source)
-
-    @contextmanager
-    def explaining(self, pack: int) -> Iterator[None]:
-        """While a pack is read that opening asked nothing about: a read that fails may be the first
-        to find it missing, or short.
-        """
-        try:
-            yield
-        except NotFoundError as error:
-            raise self._unlike(pack, None) from error
-        except CorruptionError as error:
-            size = written = self.manifest.packs[pack].size
-            with suppress(CkptkitError):
-                size = self._store.size(self.key(pack))
-            if size == written:
-                raise
-            raise self._unlike(pack, size) from error
+        return source
 
     def _unlike(self, pack: int, size: int | None) -> CkptkitError:
         """What to raise for a pack of another size than was written; None for one that is missing.
@@ -120,7 +116,7 @@ class OpenPacks:
             what = f"the pack has {size} bytes, written were {self.manifest.packs[pack].size}"
         else:
             try:
-                now = read_manifest(self._store, self._prefix).save.save_id
+                now = read_manifest(self._folder).save.save_id
                 how = "" if now == self.manifest.save.save_id else "overwritten"
             except NotFoundError:
                 how = "deleted"
@@ -129,7 +125,7 @@ class OpenPacks:
         if how:
             return NotFoundError(
                 f"the step was {how} while it was read",
-                where=described(self._store, self._prefix),
+                where=str(self._folder),
                 hint="open it again, or the run for its newest step",
             )
         return CorruptionError(
@@ -140,7 +136,7 @@ class OpenPacks:
 
     def key(self, pack: int) -> str:
         """Where the store has a pack."""
-        return f"{self._folder}/{self.manifest.packs[pack].name}"
+        return f"{self._folder.data(self.manifest.save.save_id)}/{self.manifest.packs[pack].name}"
 
 
 class ForeignFiles(OpenPacks):
@@ -148,8 +144,8 @@ class ForeignFiles(OpenPacks):
     from them.
     """
 
-    def __init__(self, store: Store, prefix: str, manifest: ForeignManifest) -> None:
-        super().__init__(store, prefix, manifest)
+    def __init__(self, folder: StepFolder, manifest: ForeignManifest) -> None:
+        super().__init__(folder, manifest)
         self._foreign = manifest
         self._numbers = {pack.name: number for number, pack in enumerate(manifest.packs)}
 
@@ -184,43 +180,11 @@ class ForeignFiles(OpenPacks):
         )
 
 
-def packs_of(store: Store, prefix: str, manifest: Manifest) -> OpenPacks:
+def packs_of(folder: StepFolder, manifest: Manifest) -> OpenPacks:
     """The packs of a step, or the files of a foreign checkpoint."""
     if isinstance(manifest, ForeignManifest):
-        return ForeignFiles(store, prefix, manifest)
-    return OpenPacks(store, prefix, manifest)
-
-
-@dataclass(eq=False)
-class _UncheckedPack(Closing):
-    """An open pack that nobody has asked the store about. A read that fails finds out why."""
-
-    _sources: OpenPacks
-    _pack: int
-    _source: Source
-
-    @property
-    def size(self) -> int:
-        return self._source.size
-
-    def read_into(self, offset: int, *buffers: memoryview) -> None:
-        with self._sources.explaining(self._pack):
-            self._source.read_into(offset, *buffers)
-
-    def fetch(self, offset: int, length: int) -> memoryview:
-        with self._sources.explaining(self._pack):
-            return self._source.fetch(offset, length)
-
-    def is_at_hand(self, offset: int) -> bool:
-        return self._source.is_at_hand(offset)
-
-    def lend(
-        self, offset: int, length: int, *, past_cache: bool = False
-    ) -> AbstractContextManager[memoryview | None]:
-        return self._source.lend(offset, length, past_cache=past_cache)
-
-    def close(self) -> None:
-        self._source.close()
+        return ForeignFiles(folder, manifest)
+    return OpenPacks(folder, manifest)
 
 
 # The last central record (46 bytes, name, extra) and the end records, with room to spare.

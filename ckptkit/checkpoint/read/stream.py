@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.places import crc_of
-from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, NamedBox, ReadMany
 from ckptkit.checkpoint.read.reader import BAND_BYTES
 from ckptkit.checkpoint.workers import Pace, Progress, copy_threads, cores, share_out
 from ckptkit.errors import UsageError
@@ -40,12 +40,6 @@ _ALIGNMENT = 64
 _TRIES = 64
 
 
-Wanted = tuple[str, Box, npt.NDArray[Any]]
-"""A box of an array of this name, and memory of its shape and of the type `dtype.bits`."""
-Fill = Callable[[Sequence[Wanted]], None]
-"""Fills what is wanted, compared with checksums as it is read; any thread calls it."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Readable:
     """An array that can be streamed."""
@@ -55,7 +49,7 @@ class Readable:
     dtype: DType
     grid: Grid
     """The chunks that are read whole at best."""
-    fill: Fill
+    fill: ReadMany
     """One function for all arrays of a step, as small ones are read together."""
 
     def read_into(self, box: Box, out: npt.NDArray[Any]) -> None:
@@ -182,7 +176,7 @@ def stream(
                     # Not numpy's own: what is freed of that need not go back to the system.
                     taken = BufferPool(limit=0).take(begins[-1])
                     memory[side] = np.frombuffer(taken.view, np.uint8)
-                wanted: dict[Fill, list[Wanted]] = {}
+                wanted: dict[ReadMany, list[NamedBox]] = {}
                 for arrays, band, readable, begin, size in zip(
                     found, together, there, begins, sizes, strict=False
                 ):
@@ -356,9 +350,9 @@ def stored_arrays(
     checked: dict[str, npt.NDArray[np.bool_]] = {}
     known: dict[tuple[Any, ...], bool] = {}  # arrays are alike
 
-    def fill(wanted: Sequence[Wanted]) -> None:
+    def fill(wanted: Sequence[NamedBox]) -> None:
         """Fill memory with elements as they were written; CorruptionError where they are not."""
-        together: list[Wanted] = []
+        together: list[NamedBox] = []
         for name, box, out in wanted:
             kind = kinds[name]
             what = id(kind), box.offset, box.shape

@@ -13,7 +13,7 @@ from operator import call
 
 import numpy as np
 
-from ckptkit.checkpoint.places import data_prefix, step_name
+from ckptkit.checkpoint.places import StepFolder, step_name
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.reshard.chunks import (
     ChunkCopier,
@@ -114,8 +114,7 @@ def _begin_pack(
     )
     try:
         pack.begin(
-            destination,
-            step_name(target.save.step),
+            StepFolder(destination, step_name(target.save.step)),
             target.save,
             pack.segments_at(_lasts(pack.plan, origins, copier.budget)),
             refers=rank > 0,
@@ -162,15 +161,13 @@ def _lasts(plan: PackPlan, origins: Sequence[TargetArray], budget: Budget) -> li
     return [*lasts, end] if end else []
 
 
-def seconds_of(
-    source: Checkpoint, store: Store, prefix: str, budget: Budget, cost: ReshardCost
-) -> float:
+def seconds_of(source: Checkpoint, folder: StepFolder, budget: Budget, cost: ReshardCost) -> float:
     """About how long it takes to read and to write, beside each other: a little of both is tried.
 
     What is written is a pack that is given up before anyone can take it for one; where even that is
     cut off, `prune` finds it.
     """
-    manifest, reading, writing = source.manifest, 0.0, 0.0
+    manifest, store, reading, writing = source.manifest, folder.store, 0.0, 0.0
     if cost.bytes_read:
         # Chunks all over the step: its beginning may be in a cache, and the rest not.
         spread = np.linspace(0, len(manifest.pack) - 1, _PROBE_CHUNKS).astype(np.int64)
@@ -193,7 +190,7 @@ def seconds_of(
     if cost.bytes_written:
         size = min(_PROBE_BYTES, cost.bytes_written)
         parts = min(_PROBE_PARTS, cost.bytes_written // size)
-        key = f"{data_prefix(prefix, f'probe-{secrets.token_hex(8)}')}/{pack_name(0)}"
+        key = f"{folder.data(f'probe-{secrets.token_hex(8)}')}/{pack_name(0)}"
         sink = store.create(key, [size] * parts, memory=budget.sink_bytes)
         is_kept = store.abilities.waits_for_answers
 

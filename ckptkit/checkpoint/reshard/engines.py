@@ -22,12 +22,11 @@ from typing import Any
 from ckptkit.checkpoint.places import (
     DATA,
     Place,
+    StepFolder,
     committed_steps,
-    data_prefix,
     described,
     step_folders,
     store_at,
-    under,
 )
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, reopened
 from ckptkit.checkpoint.read.packs import read_record
@@ -84,7 +83,7 @@ class Task:
     """One pack to be copied, for a worker that knows nothing else."""
 
     source: Address
-    source_prefix: str
+    source_folder: str
     source_save_id: str
     destination: Address
     save_id: str
@@ -108,7 +107,7 @@ def copy_elsewhere(
     engine, alone = target.options.engine, budget.alone()
     # What a worker need not know, and could not be sent.
     options = replace(target.options, engine="threads")
-    places = source.store.address, source.prefix, source.save_id, destination.address
+    places = source.store.address, source.folder.name, source.save_id, destination.address
     what = target.save.save_id, options, target.digest
     with _executor(engine, budget.workers) as executor:
         tasks = [Task(*places, *what, rank, alone) for rank in ranks]
@@ -142,7 +141,7 @@ _lock = threading.Lock()
 
 def copy_pack(task: Task) -> int:
     """Copy one pack; returns its rank. What a worker's tasks have in common is decided once."""
-    key = task.source, task.source_prefix, task.source_save_id, task.save_id
+    key = task.source, task.source_folder, task.source_save_id, task.save_id
     with _lock:
         if key not in _known:
             manifest = reopened(*key[:3]).manifest
@@ -155,7 +154,7 @@ def copy_pack(task: Task) -> int:
             _known.clear()
             _known[key] = target, manifest
         target, manifest = _known[key]
-    with Checkpoint(store_at(task.source), task.source_prefix, manifest) as source:
+    with Checkpoint(StepFolder(store_at(task.source), task.source_folder), manifest) as source:
         destination = store_at(task.destination)
         copy_packs(target, [task.rank], source, destination, task.budget)
     return task.rank
@@ -300,16 +299,16 @@ def commit_packs(
     `overwrite` lets the step replace one that is committed.
     """
     store = store_at(location, storage_options)
-    prefix = _begun_step(store, step, overwrite=overwrite)
-    save_id = _begun_save(store, prefix, save_id)
-    folder = data_prefix(prefix, save_id)
-    there = set(store.children(folder))
+    folder = _begun_step(store, step, overwrite=overwrite)
+    save_id = _begun_save(folder, save_id)
+    data = folder.data(save_id)
+    there = set(store.children(data))
     try:
-        first = read_record(store, folder, 0, save_id, ArrayTables())
+        first = read_record(store, data, 0, save_id, ArrayTables())
     except CkptkitError as error:
         raise NotCommittedError(
             f"the first pack is missing or not complete: {error.what}",
-            where=described(store, folder),
+            where=described(store, data),
             hint="run the slice 0 (again)",
         ) from error
     count = first.record.save.world_size
@@ -318,20 +317,20 @@ def commit_packs(
         shown = ", ".join(map(str, missing[:_NAMED])) + (" …" if len(missing) > _NAMED else "")
         raise NotCommittedError(
             f"missing are {len(missing)} of {count} packs, of the ranks {shown}",
-            where=described(store, folder),
+            where=described(store, data),
             hint="run their slices (again): slice:i/n has the ranks that leave i when divided by n",
         )
-    manifest = gather(store, prefix, save_id)
-    commit(store, prefix, manifest, overwrite=overwrite)
+    manifest = gather(folder, save_id)
+    commit(folder, manifest, overwrite=overwrite)
     return manifest
 
 
-def _begun_step(store: Store, step: int | None, *, overwrite: bool) -> str:
+def _begun_step(store: Store, step: int | None, *, overwrite: bool) -> StepFolder:
     folders, done = step_folders(store), committed_steps(store)
     if step is not None:
         if step not in folders:
             raise NotFoundError("no such step", where=str(store.location), value=step)
-        return folders[step]
+        return StepFolder(store, folders[step])
     begun = [number for number in folders if number not in done]
     if overwrite and not begun:
         begun = list(done)
@@ -347,20 +346,19 @@ def _begun_step(store: Store, step: int | None, *, overwrite: bool) -> str:
             where=str(store.location),
             hint="say which one with step (`ckpt commit RUN --step …`)",
         )
-    return folders[begun[0]]
+    return StepFolder(store, folders[begun[0]])
 
 
-def _begun_save(store: Store, prefix: str, save_id: str | None) -> str:
-    folder, committed = under(prefix, DATA), committed_save_id(store, prefix)
-    names = store.children(folder)
-    wanted = {save_id} if save_id is not None else set(names) - {committed}
+def _begun_save(folder: StepFolder, save_id: str | None) -> str:
+    names, where = folder.store.children(folder.data()), folder.where(DATA)
+    wanted = {save_id} if save_id is not None else set(names) - {committed_save_id(folder)}
     found = [name for name in names if name in wanted]
     if len(found) == 1:
         return found[0]
     if not found:
-        raise NotFoundError("no packs", where=described(store, folder))
+        raise NotFoundError("no packs", where=where)
     raise UsageError(
         f"the packs of {len(found)} saves: {', '.join(found[-_NAMED:])}",
-        where=described(store, folder),
+        where=where,
         hint="say which one with save_id (`ckpt commit RUN --save-id …`)",
     )

@@ -17,14 +17,13 @@ from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
     Place,
+    StepFolder,
     check_room,
-    data_prefix,
     described,
     refuse_links,
     step_name,
     step_number,
     stores_at,
-    under,
 )
 from ckptkit.checkpoint.read.checkpoint import UNKNOWN, Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.packs import read_record
@@ -159,22 +158,22 @@ def plan_reshard(
         decoded=checkpoint.packs.kept_bytes,
         is_here=options.is_here,
     )
-    prefix = step_name(target.save.step)
-    is_there = _is_there(target, checkpoint, store, digest_to_come=options.digest)
+    folder = StepFolder(store, step_name(target.save.step))
+    is_there = _is_there(target, checkpoint, folder, digest_to_come=options.digest)
     # By their names alone; a digest is still to become part of these.
-    names = set(store.children(data_prefix(prefix, target.save.save_id)))
+    names = set(store.children(folder.data(target.save.save_id)))
     every = range(target.world_size)
     finished = [] if options.digest else [rank for rank in every if pack_name(rank) in names]
     cost = cost_of(target, budget.batch_bytes)
     # With a digest to come nobody knows yet which packs are these: the run looks again.
-    may_go_on = options.digest and bool(store.children(under(prefix, DATA)))
+    may_go_on = options.digest and bool(store.children(folder.data()))
     if not is_there and not may_go_on:
         left = (rank for rank in ranks if rank not in finished)
         check_room(store, sum(cost.bytes_by_rank[rank] for rank in left), store.location)
     return ReshardPlan(
         **vars(cost),
         source=checkpoint.location,
-        destination=described(store, prefix),
+        destination=str(folder),
         step=target.save.step,
         from_strategy=checkpoint.written_by,
         to_strategy=str(target.strategy),
@@ -186,10 +185,10 @@ def plan_reshard(
         memory=min(memory, budget.peak),
         workers=budget.workers,
         finished=tuple(finished),
-        seconds=seconds_of(checkpoint, store, prefix, budget, cost) if probe else None,
+        seconds=seconds_of(checkpoint, folder, budget, cost) if probe else None,
         ranks=ranks,
         checkpoint=checkpoint,
-        store=store,
+        folder=folder,
         target=target,
         budget=budget,
     )
@@ -220,7 +219,7 @@ class ReshardPlan(ReshardCost):
     ranks: Sequence[int] = field(repr=False)
     """The ranks whose packs `run` writes: all, but for a slice."""
     checkpoint: Checkpoint = field(repr=False)
-    store: Store = field(repr=False)
+    folder: StepFolder = field(repr=False)
     target: ReshardTarget = field(repr=False)
     budget: Budget = field(repr=False)
 
@@ -263,18 +262,18 @@ class ReshardPlan(ReshardCost):
     @uncollected()
     def run(self, progress: Progress | None = None) -> Resharded:
         """Look again at what is there, copy the packs that are missing, and commit."""
-        source, store, target, budget = self.checkpoint, self.store, self.target, self.budget
-        options, prefix = target.options, step_name(target.save.step)
+        source, folder, target, budget = self.checkpoint, self.folder, self.target, self.budget
+        options, store = target.options, folder.store
         with source:
             if options.digest:
                 # Raises where another step is in the way, before all of the source is read.
-                _is_there(target, source, store, digest_to_come=True)
+                _is_there(target, source, folder, digest_to_come=True)
                 target = replace(target, digest=_digest(source, target))
             save_id, count = target.save.save_id, target.world_size
             done = Resharded(self.destination, self.step, save_id, count, tuple(range(count)))
-            if _is_there(target, source, store):
+            if _is_there(target, source, folder):
                 return done
-            finished = finished_packs(target, store, self.ranks, progress=progress)
+            finished = finished_packs(target, folder, self.ranks, progress=progress)
             done = replace(done, finished=tuple(sorted(finished)), committed=not options.is_slice)
             missing = [rank for rank in self.ranks if rank not in finished]
             check_room(store, sum(self.bytes_by_rank[rank] for rank in missing), store.location)
@@ -288,7 +287,7 @@ class ReshardPlan(ReshardCost):
                 )
             source.check_unchanged()
         if not options.is_slice:
-            commit(store, prefix, gather(store, prefix, save_id), overwrite=options.overwrite)
+            commit(folder, gather(folder, save_id), overwrite=options.overwrite)
         return done
 
 
@@ -307,36 +306,36 @@ class Resharded:
 
 
 def _is_there(
-    target: ReshardTarget, source: Checkpoint, store: Store, *, digest_to_come: bool = False
+    target: ReshardTarget, source: Checkpoint, folder: StepFolder, *, digest_to_come: bool = False
 ) -> bool:
     """Whether the very step is there already; StepExistsError where another one is in the way.
 
     A digest that is still to be found will be part of the step's id: until then any step that was
     resharded may be the very one.
     """
+    store = folder.store
     if step_number(store.location.name) is not None or {DATA, MANIFEST} & set(store.children("")):
         raise UsageError(
             "the destination is a step, not a run",
             where=str(store.location),
             hint="pass the folder of a run: the step gets its own folder in it",
         )
-    prefix = step_name(target.save.step)
-    there = committed_save_id(store, prefix)
+    there = committed_save_id(folder)
     if there == target.save.save_id:
         return True
-    refuse_links(store, prefix)
+    refuse_links(folder)
     # By the save, since one folder may have many names.
     if there == source.save_id:
         raise StepExistsError(
             "the result would be in the place of its source, or of a copy of that",
-            where=described(store, prefix),
+            where=str(folder),
             hint="name another run: the step gets the same number there",
         )
     may_be_it = digest_to_come and there is not None and there.startswith(SAVE_ID_PREFIX)
     if there is not None and not may_be_it and not target.options.overwrite:
         raise StepExistsError(
             "the step is committed already",
-            where=described(store, prefix),
+            where=str(folder),
             hint="name another run, delete the step first, or overwrite it (--overwrite)",
         )
     return False
@@ -381,27 +380,30 @@ def _readable(array: TargetArray, stored: Mapping[str, Readable]) -> Readable:
 
 
 def finished_packs(
-    target: ReshardTarget, store: Store, ranks: Sequence[int], progress: Progress | None = None
+    target: ReshardTarget,
+    folder: StepFolder,
+    ranks: Sequence[int],
+    progress: Progress | None = None,
 ) -> set[int]:
     """The ranks of these whose packs are there, whole and of these bytes; what is left of others is
     removed.
     """
-    prefix, save_id = step_name(target.save.step), target.save.save_id
-    folder = data_prefix(prefix, save_id)
-    there = set(store.children(folder))
+    store, save_id = folder.store, target.save.save_id
+    data = folder.data(save_id)
+    there = set(store.children(data))
     finished = set()
     for rank in ranks:
-        key = f"{folder}/{pack_name(rank)}"
+        key = f"{data}/{pack_name(rank)}"
         if pack_name(rank) not in there:
             continue
-        if not _is_finished(target, store, folder, rank, progress):
+        if not _is_finished(target, store, data, rank, progress):
             # Where a pack is visible before it is finished, another run may still be writing it.
             may_be_open = store.abilities.claims_names
             if may_be_open:
                 _wait_until_quiet(store, key)
             # Another run may have finished it meanwhile, or even have made the step.
-            if not (may_be_open and _is_finished(target, store, folder, rank, progress)):
-                if committed_save_id(store, prefix) == save_id:
+            if not (may_be_open and _is_finished(target, store, data, rank, progress)):
+                if committed_save_id(folder) == save_id:
                     raise at_work(described(store, key))
                 store.delete([key])
                 continue

@@ -213,7 +213,7 @@ def check_numbers(checkpoint: Checkpoint, choice: Choice) -> None:
     merged = [chosen for chosen in choice.arrays if chosen.equal]
     names = [name for chosen in merged for name in (chosen.source.name, *chosen.equal)]
     # Opened for itself: of a plan that is not run no file stays open.
-    with Checkpoint(checkpoint.store, checkpoint.prefix, checkpoint.manifest) as opened:
+    with Checkpoint(checkpoint.folder, checkpoint.manifest) as opened:
         values = dict(zip(names, ask_all(opened.store, opened.read, names), strict=True))
     for chosen in merged:
         first = values[chosen.source.name]

@@ -23,13 +23,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
-from ckptkit.checkpoint.places import data_prefix, described, read_manifest, step_name, stored_size
+from ckptkit.checkpoint.places import StepFolder, described, read_manifest, step_name, stored_size
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, prune, remove
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
-from ckptkit.checkpoint.write.assemble import assemble
-from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard, tell_commit
+from ckptkit.checkpoint.write.commit import (
+    assemble,
+    commit,
+    committed_save_id,
+    discard,
+    tell_commit,
+)
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -201,7 +206,7 @@ class Mirror:
             if step in links:
                 continue
             try:
-                found[step] = read_manifest(self.local, step_name(step)).save.save_id
+                found[step] = read_manifest(StepFolder(self.local, step_name(step))).save.save_id
             except NotFoundError:
                 continue  # it was deleted meanwhile
             except FormatError as error:
@@ -301,7 +306,7 @@ def _leaving(ranks: Ranks) -> Iterator[None]:
 
 def _save_of(store: Store, step: int) -> SaveInfo | None:
     try:
-        return read_manifest(store, step_name(step)).save
+        return read_manifest(StepFolder(store, step_name(step))).save
     except (FormatError, NotFoundError):
         return None
 
@@ -343,16 +348,16 @@ class _Copying:
     """One step on its way."""
 
     def __init__(self, source: Store, target: Store, step: int, options: CopyOptions) -> None:
-        self._target = target
-        self._prefix = step_name(step)
-        self._manifest = read_manifest(source, self._prefix)
+        self._source, self._target = source, target
+        self._from = StepFolder(source, step_name(step))
+        self._to = StepFolder(target, step_name(step))
+        self._manifest = read_manifest(self._from)
         self.save_id = self._manifest.save.save_id
-        self._folder = data_prefix(self._prefix, self.save_id)
-        self._source = source
-        self._sources = OpenPacks(source, self._prefix, self._manifest)
+        self._folder = self._to.data(self.save_id)
+        self._sources = OpenPacks(self._from, self._manifest)
         self._tables = ArrayTables()
         self._found: dict[int, PackRecord] = {}
-        self._where = described(source, self._prefix)
+        self._where = str(self._from)
         self._options = options
 
     def run(self, ranks: Ranks) -> int:
@@ -372,16 +377,16 @@ class _Copying:
             raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
         if ranks.rank == 0:
             self._commit()
-        tell_commit(ranks, self._target, self._prefix, save_id)
+        tell_commit(ranks, self._to, save_id)
         return sent
 
     def _is_there(self) -> bool:
-        there = committed_save_id(self._target, self._prefix)
+        there = committed_save_id(self._to)
         if there in (None, self.save_id) or self._options.overwrite:
             return there == self.save_id
         raise StepExistsError(
             "another save of this step is there already",
-            where=described(self._target, self._prefix),
+            where=str(self._to),
             hint="delete one of the two steps, or pass overwrite=True",
         )
 
@@ -490,7 +495,7 @@ class _Copying:
                 )
         overwrite = self._options.overwrite
         try:
-            commit(self._target, self._prefix, self._manifest, overwrite=overwrite)
+            commit(self._to, self._manifest, overwrite=overwrite)
         except StepExistsError:
-            discard(self._target, self._prefix, self.save_id)
+            discard(self._to, self.save_id)
             raise

@@ -15,9 +15,8 @@ from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
     Place,
+    StepFolder,
     committed_steps,
-    data_prefix,
-    described,
     manifest_size,
     read_head,
     read_manifest,
@@ -25,7 +24,6 @@ from ckptkit.checkpoint.places import (
     step_name,
     step_number,
     store_at,
-    under,
 )
 from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
@@ -102,7 +100,8 @@ class Run:
         saved.
         """
         folders = sorted(step_folders(self._store).items(), reverse=True)
-        return next((step for step, name in folders if manifest_size(self._store, name)), None)
+        named = ((step, StepFolder(self._store, name)) for step, name in folders)
+        return next((step for step, folder in named if manifest_size(folder)), None)
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Open a step, the newest committed one by default."""
@@ -116,8 +115,8 @@ class Run:
             )
         from ckptkit.checkpoint.read.checkpoint import Checkpoint  # noqa: PLC0415 — costs time
 
-        prefix = step_name(step)
-        return Checkpoint(self._store, prefix, read_manifest(self._store, prefix))
+        folder = StepFolder(self._store, step_name(step))
+        return Checkpoint(folder, read_manifest(folder))
 
     def listing(self) -> list[StepInfo]:
         """All steps, committed or not, ascending."""
@@ -191,35 +190,35 @@ class Run:
         has_folders = self._store.abilities.has_folders
         folders = step_folders(self._store).values() if has_folders else ()
         for step in steps:
-            prefix = step_name(step)
-            if prefix in self._store.links():
-                self._store.delete([prefix])
+            folder = StepFolder(self._store, step_name(step))
+            if folder.name in self._store.links():
+                self._store.delete([folder.name])
                 continue
-            entries, keys = keys_of(self._store, prefix)
+            entries, keys = keys_of(folder)
             is_there = bool(entries) or len(keys) > 1
-            if prefix in folders:
+            if folder.name in folders:
                 # A deletion that was killed leaves empty folders. They go with a name in them.
-                data, is_there = under(prefix, DATA), True
-                inner = [] if DATA in self._store.links(prefix) else self._store.children(data)
-                keys += [
-                    f"{folder}/{_NOTHING}" for folder in (*(under(data, i) for i in inner), data)
-                ]
+                data, is_there = folder.data(), True
+                is_link = DATA in self._store.links(folder.name)
+                inner = [] if is_link else self._store.children(data)
+                keys += [f"{below}/{_NOTHING}" for below in (*map(folder.data, inner), data)]
             if not self._store.abilities.claims_names:
-                left = [entry.key for entry in self._store.leftovers(prefix)]
+                left = [entry.key for entry in self._store.leftovers(folder.name)]
                 keys, is_there = keys + left, is_there or bool(left)
             if not is_there:
                 raise NotFoundError(
                     "no such step",
-                    where=described(self._store, prefix),
+                    where=str(folder),
                     hint=f"`ckpt ls {self.location}` lists the steps that are there",
                 )
             self._store.delete(keys)
 
     def _info(self, step: int, name: str) -> StepInfo:
+        folder = StepFolder(self._store, name)
         try:
-            save, nbytes = read_head(self._store, name)
+            save, nbytes = read_head(folder)
         except NotFoundError:
-            nbytes = _total(self._store.list(under(name, DATA)))
+            nbytes = _total(self._store.list(folder.data()))
             return StepInfo(step, committed=False, nbytes=nbytes)
         except FormatError as error:
             nbytes = _total(self._store.list(name))
@@ -321,13 +320,13 @@ def plan_prune(
     folders = {step: name for step, name in step_folders(store).items() if name not in links}
     unreadable: list[str] = []
 
-    def read(folder: str) -> Manifest | None:
+    def read(name: str) -> Manifest | None:
         try:
-            return read_manifest(store, folder)
+            return read_manifest(StepFolder(store, name))
         except NotFoundError:
             return None
         except FormatError:
-            unreadable.append(folder)
+            unreadable.append(name)
             return None
 
     found = list(zip(folders, ask_all(store, read, folders.values()), strict=True))
@@ -335,25 +334,26 @@ def plan_prune(
     readable = {step: manifest for step, manifest in manifests.items() if manifest is not None}
     older = sorted(step for step in readable if up_to is None or step <= up_to)
     if not retention.is_all:
-        while older and not _is_whole(store, folders[older[-1]], readable[older[-1]]):
+        while older and not _is_whole(StepFolder(store, folders[older[-1]]), readable[older[-1]]):
             older.pop()
     kept = retention.kept(older).union(readable.keys() - older, retention.keep)
     # Without a grace all is old, whatever the clock says that things were stamped with.
     before = (time.time() if now is None else now) - grace if grace > 0 else math.inf
     removals = []
     for step, manifest in manifests.items():
-        folder = folders[step]
+        folder = StepFolder(store, folders[step])
         named = None if manifest is None else manifest.save.save_id
         if named is not None and step not in kept:
-            entries, keys = keys_of(store, folder)
-            removals.append(Removal("step", step, folder, named, _total(entries), tuple(keys)))
+            entries, keys = keys_of(folder)
+            nbytes = _total(entries)
+            removals.append(Removal("step", step, folder.name, named, nbytes, tuple(keys)))
             continue
         if named is None:
-            removals += _begun(store, step, folder, before)
+            removals += _begun(folder, step, before)
         else:
-            removals += _orphans(store, step, folder, named, before)
+            removals += _orphans(folder, step, named, before)
         if store.abilities.claims_names:
-            removals += _leftovers(store.leftovers(folder), before)
+            removals += _leftovers(store.leftovers(folder.name), before)
     if store.abilities.claims_names:
         removals += _leftovers(store.leftovers(deep=False), before)
     else:
@@ -395,16 +395,16 @@ def remove(store: Store, removals: Sequence[Removal]) -> None:
         store.delete(left)
 
 
-def keys_of(store: Store, folder: str) -> tuple[list[Stored], list[str]]:
+def keys_of(folder: StepFolder) -> tuple[list[Stored], list[str]]:
     """All in a step, and the keys to delete it by: its manifest first, links as the names that they
     are.
     """
-    entries = store.list(folder)
-    manifest, data = under(folder, MANIFEST), under(folder, DATA)
-    keys = dict.fromkeys([manifest, *(entry.key for entry in entries)])
-    links = dict.fromkeys(under(folder, name) for name in store.links(folder))
+    store, data = folder.store, folder.data()
+    entries = store.list(folder.name)
+    keys = dict.fromkeys([folder.key(MANIFEST), *(entry.key for entry in entries)])
+    links = dict.fromkeys(map(folder.key, store.links(folder.name)))
     if data not in links:
-        links |= dict.fromkeys(under(data, name) for name in store.links(data))
+        links |= dict.fromkeys(map(folder.data, store.links(data)))
     return entries, [*keys, *(key for key in links if key not in keys)]
 
 
@@ -424,48 +424,47 @@ def clock_of(store: Store) -> float:
         store.delete(gone)
 
 
-def _is_whole(store: Store, folder: str, manifest: Manifest) -> bool:
+def _is_whole(folder: StepFolder, manifest: Manifest) -> bool:
     """Whether all packs are there and none was cut off, without a look into them."""
-    data = data_prefix(folder, manifest.save.save_id)
-    found = {entry.key: entry.size for entry in store.list(data)}
+    data = folder.data(manifest.save.save_id)
+    found = {entry.key: entry.size for entry in folder.store.list(data)}
     return all(found.get(f"{data}/{pack.name}") == pack.size for pack in manifest.packs)
 
 
-def _begun(store: Store, step: int, folder: str, before: float) -> list[Removal]:
+def _begun(folder: StepFolder, step: int, before: float) -> list[Removal]:
     """All of a step that is not committed: the data, and the empty manifest of a commit that was
     killed, or folders that a save left before it wrote.
     """
-    manifest = under(folder, MANIFEST)
-    entries = store.list(folder)
+    store, manifest = folder.store, folder.key(MANIFEST)
+    entries = store.list(folder.name)
     claim = [entry for entry in entries if entry.key == manifest]
     if not _old(claim, before):
         return []  # a commit may be about to fill it
-    found = _orphans(store, step, folder, None, before)
+    found = _orphans(folder, step, None, before)
     # Young data may be of a save that is about to replace it.
     if claim and _old(entries, before):
-        found.insert(0, Removal("orphan", step, folder, "", 0, (manifest,)))
+        found.insert(0, Removal("orphan", step, folder.name, "", 0, (manifest,)))
     has_folders = store.abilities.has_folders
-    if has_folders and not claim and not store.children(under(folder, DATA)):
+    if has_folders and not claim and not store.children(folder.data()):
         # Deleting a key in folders that are empty removes them.
-        found.append(Removal("orphan", step, folder, "", 0, (data_prefix(folder, _NOTHING),)))
+        found.append(Removal("orphan", step, folder.name, "", 0, (folder.data(_NOTHING),)))
     return found
 
 
-def _orphans(
-    store: Store, step: int, folder: str, named: str | None, before: float
-) -> list[Removal]:
+def _orphans(folder: StepFolder, step: int, named: str | None, before: float) -> list[Removal]:
     found: list[Removal] = []
-    data = under(folder, DATA)
-    if DATA in store.links(folder):
+    store, data = folder.store, folder.data()
+    if DATA in store.links(folder.name):
         return found  # what is there is not the run's
     links = store.links(data)
     for save_id in store.children(data):
         if save_id != named and save_id not in links:
-            entries = store.list(data_prefix(folder, save_id))
+            entries = store.list(folder.data(save_id))
             if _old(entries, before):
                 keys = tuple(entry.key for entry in entries)
-                keys = keys or (f"{data_prefix(folder, save_id)}/{_NOTHING}",)
-                found.append(Removal("orphan", step, folder, save_id, _total(entries), keys))
+                keys = keys or (f"{folder.data(save_id)}/{_NOTHING}",)
+                nbytes = _total(entries)
+                found.append(Removal("orphan", step, folder.name, save_id, nbytes, keys))
     return found
 
 
@@ -485,7 +484,7 @@ def _old(entries: Sequence[Stored], before: float) -> bool:
 
 def _still_holds(store: Store, removal: Removal) -> bool:
     try:
-        named = read_manifest(store, removal.folder).save.save_id
+        named = read_manifest(StepFolder(store, removal.folder)).save.save_id
     except NotFoundError:
         return removal.kind == "orphan"
     except FormatError:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from ckptkit.checkpoint.places import data_prefix
+from ckptkit.checkpoint.places import StepFolder
 from ckptkit.checkpoint.workers import Progress, share_out
 from ckptkit.checkpoint.write.plan import (
     PackedArray,
@@ -49,7 +49,7 @@ from ckptkit.format.pack import (
 from ckptkit.model import Assigned, Layout, Part, Strategy
 from ckptkit.plan.chunks import Owned, chunks_to_write
 from ckptkit.plan.read import batches
-from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store
+from ckptkit.storage import AlignedBuffer, BufferPool, Sink
 from ckptkit.storage.base.buffers import copy_bytes, copy_elements
 
 _STAGED_SEGMENT = 8 << 20
@@ -151,8 +151,7 @@ class Pack:
 
     def begin(
         self,
-        store: Store,
-        prefix: str,
+        folder: StepFolder,
         save: SaveInfo,
         segments: Sequence[Segment],
         *,
@@ -167,8 +166,8 @@ class Pack:
         """
         self.segments = segments
         self._save = save
-        self._store = store
-        self._key = f"{data_prefix(prefix, save.save_id)}/{pack_name(self._rank)}"
+        self._store = folder.store
+        self._key = f"{folder.data(save.save_id)}/{pack_name(self._rank)}"
         self._progress = progress
         self._left = len(segments)
         self._writing = threading.Lock()
@@ -182,7 +181,7 @@ class Pack:
         extents = [segment.stop - segment.start for segment in segments]
         extents.append(offset + record + closing - plan.end)
         self.size = sum(extents)
-        self._sink: Sink = store.create(self._key, extents, memory=memory)
+        self._sink: Sink = self._store.create(self._key, extents, memory=memory)
         if not segments:
             # Nobody will write a last one, who would finish the pack.
             try:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
+from ckptkit.checkpoint.places import Place, StepFolder, new_save_id, step_name, store_at
 from ckptkit.checkpoint.ranks import Ranks, ranks_for
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, share_out, uncollected
 from ckptkit.checkpoint.write.commit import (
@@ -99,10 +99,9 @@ class Writer:
         self.strategy = Strategy.of(strategy)
         self.step = step
         self.rank = rank
-        self._prefix = step_name(step)
         self._ranks = ranks_for(self.strategy, rank, barrier)
         self._details = unpack(dumps(dict(details or {}), "details"), "details")
-        self._store = store_at(location, storage_options)
+        self._folder = StepFolder(store_at(location, storage_options), step_name(step))
         self._overwrite, self._progress = overwrite, progress
         self._chunk_bytes, self._threads = chunk_bytes, threads
         self._arrays: dict[str, Holding] = {}
@@ -121,7 +120,8 @@ class Writer:
         self._done = False
 
     def __repr__(self) -> str:
-        return f"Writer({str(self._store.location)!r}, step {self.step}, rank {self.rank})"
+        run = str(self._folder.store.location)
+        return f"Writer({run!r}, step {self.step}, rank {self.rank})"
 
     def add(
         self,
@@ -278,11 +278,12 @@ class Writer:
         """
         self._check_open()
         self._done = True
-        store, prefix, ranks = self._store, self._prefix, self._ranks
+        folder, ranks = self._folder, self._ranks
+        store = folder.store
 
         def begun() -> tuple[str, float, bytes]:
             if not self._overwrite:
-                refuse_committed(store, prefix)
+                refuse_committed(folder)
             return new_save_id(), time.time(), pack.plan.table.digest
 
         try:
@@ -306,10 +307,10 @@ class Writer:
             # Write, by a few threads: the pack is complete and durable then, or nothing is left.
             # One of rank 0's finds out meanwhile what it commits by: at the end all would wait.
             segments = pack.segments_of(store.abilities.part_size)
-            pack.begin(store, prefix, save, segments, refers=refers, progress=self._progress)
+            pack.begin(folder, save, segments, refers=refers, progress=self._progress)
             work = [partial(pack.write_segment, number) for number in range(len(segments))]
             if ranks.rank == 0 and not self._overwrite:
-                work.insert(0, partial(store.learn, prefix))
+                work.insert(0, partial(store.learn, folder.name))
             try:
                 share_out(work, call, self._threads)
             except BaseException:
@@ -325,13 +326,13 @@ class Writer:
                 # may still be writing theirs, and remove them when they come here. After a time-out
                 # on another rank nothing is certain: then it stays, for `prune`.
                 if ranks.rank == 0 or isinstance(error, GivenUpError):
-                    discard(store, prefix, save_id, pack_name(ranks.rank))
+                    discard(folder, save_id, pack_name(ranks.rank))
                 raise
 
             # Commit.
             if ranks.rank == 0:
                 self._gather_and_commit(save_id, sizes)
-            tell_commit(ranks, store, prefix, save_id)
+            tell_commit(ranks, folder, save_id)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -373,18 +374,18 @@ class Writer:
     def _gather_and_commit(self, save_id: str, sizes: list[int]) -> None:
         """Compare what all ranks wrote, and commit it."""
         try:
-            manifest = gather(self._store, self._prefix, save_id, self._tables, sizes)
+            manifest = gather(self._folder, save_id, self._tables, sizes)
             for item in manifest.objects:
                 check_total(item)
         except BaseException:
             # Only rank 0 ever commits, and now it will not; all others have finished writing.
-            discard(self._store, self._prefix, save_id)
+            discard(self._folder, save_id)
             raise
         try:
-            commit(self._store, self._prefix, manifest, overwrite=self._overwrite)
+            commit(self._folder, manifest, overwrite=self._overwrite)
         except StepExistsError:
             # Another save has won the step for good: nothing will ever name this data.
-            discard(self._store, self._prefix, save_id)
+            discard(self._folder, save_id)
             raise
         if self.plan and self._tables.first:
             # The same table, read already, which the next save need not do again.

@@ -166,7 +166,7 @@ class HandCuts:
         if self.inside and (not shape or (of is None and name.startswith(f"{OPTIMIZER}/"))):
             return {}  # 0-d, or in another shape than its parameter: replicated
         asked = inner_name(of or name, "param") if self.inside else of or name
-        found = (by for rule, by in self.said if rule.matches(asked, shape, self.sizes))
+        found = (by for rule, by in self.said if rule.fits(asked, shape, self.sizes))
         return next(found, {})
 
     def sliced(

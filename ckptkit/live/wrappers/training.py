@@ -49,7 +49,7 @@ class TrainingObjects(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TrainingState:
+class Training:
     """The objects of a job whose state is saved or loaded, as the caller passed them."""
 
     model: Model | None = None
@@ -58,7 +58,7 @@ class TrainingState:
     """What has `state_dict`, and nested dictionaries, by the name of its group."""
 
     @classmethod
-    def of(cls, skip: Iterable[str] = (), **objects: Unpack[TrainingObjects]) -> TrainingState:
+    def of(cls, skip: Iterable[str] = (), **objects: Unpack[TrainingObjects]) -> Training:
         """What is to be saved or loaded, checked for clashes, but for the groups to skip."""
         # What is misspelt would not be saved, or left as it was.
         for unknown in objects.keys() - TrainingObjects.__optional_keys__:

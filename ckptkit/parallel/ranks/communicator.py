@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import CkptkitError, LayoutError, PeerError, UsageError
 from ckptkit.live.state.tensors import PLAIN, TensorForm, bytes_of
-from ckptkit.parallel.ranks.carriers import Carrier, TorchCarrier
 from ckptkit.parallel.ranks.messages import (
     Call,
+    Carrier,
+    TorchCarrier,
     carried_op,
     check_reduction,
     check_same,

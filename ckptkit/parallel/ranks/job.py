@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import HashStore
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.parallel.ranks.carriers import Hub, MemoryCarrier, TorchCarrier
 from ckptkit.parallel.ranks.communicator import Communicator
+from ckptkit.parallel.ranks.messages import Hub, MemoryCarrier, TorchCarrier
 
 T = TypeVar("T")
 

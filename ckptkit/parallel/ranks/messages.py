@@ -1,17 +1,34 @@
-"""What a communicator sends: calls that ranks compare, and tensors and plain values as bytes."""
+"""Messages between ranks: calls that ranks compare, tensors and plain values as bytes, and what
+carries them: a process group of torch.distributed (over gloo, nccl, mpi or any other backend), or
+the memory that ranks share which are threads.
+
+Carriers move flat, dense tensors on their `device` between the ranks of one group. A communicator
+has made sure that all ranks make the same call with fitting sizes, and never moves nothing, so
+neither checks that. What the other ranks do not do within `timeout` seconds is a PeerError, and so
+is their end; never a hang.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
 from ckptkit.format import leaves
+from ckptkit.live.state.ranks import all_gather_single
 from ckptkit.live.state.tensors import PLAIN, TensorForm, bytes_of
 
 OPS = ("sum", "mean", "max", "min")
@@ -179,3 +196,288 @@ def unpacked(data: torch.Tensor, form: TensorForm, device: torch.device) -> Any:
     if form.dtype == PLAIN:
         return leaves.unpack(data.cpu().numpy().tobytes(), "a message of another rank")
     return from_bytes(data, form.torch_dtype, form.shape).to(device)
+
+
+# What carries them.
+
+T = TypeVar("T")
+
+_SHORT = 248  # bytes of a message that need no second exchange
+# By process group, how many were made out of it: all of its ranks make them in one order.
+_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class TorchCarrier:
+    """Carries messages over a process group, the default one if None; its owner destroys it."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.timeout = timeout
+        # The backend to talk over: the CPU's where there is one, else that of a device.
+        told = dist.get_backend_config(group)
+        backends = dict(item.split(":", 1) for item in told.split(",") if ":" in item)
+        kind = "cpu" if "cpu" in backends else next(iter(backends), None)
+        if kind is None:
+            raise UsageError("a process group without a backend", value=told)
+        self.name = backends[kind].removeprefix("ckptkit_")
+        self.device = torch.device(kind)
+        if kind != "cpu":
+            self.device = torch.device(kind, torch.accelerator.current_device_index())
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.close = on_close
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)  # torch numbers those of the whole job
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What every rank passes, of any length, in their order: by one all-gather, and a second
+        one if a message is not short.
+        """
+        shorts = self._all_gather(len(data).to_bytes(8, "little") + data[:_SHORT], 8 + _SHORT)
+        sizes = [int.from_bytes(short[:8], "little") for short in shorts]
+        if max(sizes) <= _SHORT:
+            return [short[8 : 8 + size] for short, size in zip(shorts, sizes, strict=True)]
+        wholes = self._all_gather(data, max(sizes))
+        return [whole[:size] for whole, size in zip(wholes, sizes, strict=True)]
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
+        """Put the sum, max or min of all ranks in place of what `widened` made."""
+        self._wait(lambda: dist.all_reduce(tensor, _OPS[op], self._group, async_op=True))
+
+    def broadcast(self, data: torch.Tensor, src: int) -> None:
+        """Put the bytes of rank `src` in place of those of the other ranks."""
+        root = self._ranks[src]
+        self._wait(lambda: dist.broadcast(data, root, self._group, async_op=True))
+
+    def all_to_all(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """Give each rank its part, as bytes; get `sizes[rank]` bytes of each rank."""
+        out = torch.cat(parts)
+        found = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        cuts = [part.numel() for part in parts]
+        self._wait(
+            lambda: dist.all_to_all_single(found, out, sizes, cuts, self._group, async_op=True)
+        )
+        # Cut at any byte, but the dtypes of what they hold want to be aligned.
+        return [part.clone() for part in found.split(sizes)]
+
+    def send(self, data: torch.Tensor, dst: int, tag: int) -> None:
+        """Send bytes; return when they may change, which may be when they were received."""
+        self._wait(lambda: dist.isend(data, self._ranks[dst], self._group, tag))
+
+    def recv(self, data: torch.Tensor, src: int, tag: int) -> None:
+        """Fill with the next bytes that `src` sends with this tag; or of all, without tags."""
+        self._wait(lambda: dist.irecv(data, self._ranks[src], self._group, tag))
+
+    def split(self, ranks: tuple[int, ...]) -> TorchCarrier | None:
+        """A carrier between some ranks, ascending; None on the others. All ranks call it, and
+        closing the communicator of it destroys its process group.
+        """
+        # Torch makes up a group's name, by which its ranks find each other, from how many groups a
+        # rank is in. That differs between ranks as soon as they have been in different groups, and
+        # they would wait for each other for ever: so it is a name of ours while the group is made.
+        whole: Any = self._group or dist.group.WORLD
+        _made[whole] = _made.get(whole, 0) + 1
+        name = f"{whole.group_name}/ckptkit-{_made[whole]}"
+        chosen = [self._ranks[rank] for rank in ranks]
+        wait = timedelta(seconds=self.timeout)
+        torchs = dist.distributed_c10d
+        before = torchs._process_group_name
+        torchs._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+        try:
+            with _failures(self.timeout):
+                group: Any = dist.new_group(chosen, timeout=wait, use_local_synchronization=True)
+        finally:
+            torchs._process_group_name = before
+        if self.rank not in ranks:
+            return None
+        return TorchCarrier(
+            group, timeout=self.timeout, on_close=lambda: dist.destroy_process_group(group)
+        )
+
+    def _all_gather(self, data: bytes, size: int) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        mine = mine.to(self.device)
+        found = torch.empty(size * self.size, dtype=torch.uint8, device=self.device)
+        self._wait(lambda: all_gather_single(found, mine, self._group, async_op=True))
+        whole = found.cpu().numpy().tobytes()
+        return [whole[at : at + size] for at in range(0, len(whole), size)]
+
+    def _wait(self, start: Callable[[], dist.Work | None]) -> None:
+        with _failures(self.timeout):
+            work = start()
+            if work is not None:
+                # A call that blocks would wait as long as its group was told to when it was made.
+                work.wait(timedelta(seconds=self.timeout))
+
+
+@contextmanager
+def _failures(timeout: float) -> Iterator[None]:
+    """What goes wrong between ranks is a PeerError that says so."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        late = "time" in text.lower() and "out" in text.lower()
+        told = f"not all ranks came within {timeout:g} s" if late else "a rank is gone"
+        raise PeerError(
+            f"{told}: {text.splitlines()[0][:300] if text else type(error).__name__}",
+            hint="look at the logs of the other ranks: one of them failed, hangs or is slow",
+        ) from error
+
+
+class Hub:
+    """Where the threads of one job meet; the first failure ends all meetings of the job.
+
+    Meetings and messages are found by a name, the same on all ranks: that of the group, and which
+    meeting of it this is, or who sends what to whom.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._changed = threading.Condition()
+        self._failure: PeerError | None = None
+        self._running = ranks
+        self._meetings: dict[object, dict[int, Any]] = {}
+        self._messages: dict[object, deque[torch.Tensor]] = {}
+        # By thread: whether it can go on, and what it waits for.
+        self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
+
+    def meet(self, name: object, rank: int, size: int, value: T, timeout: float) -> list[T]:
+        """The values of all ranks, once all have come to a meeting."""
+
+        def missing() -> str:
+            ranks = [str(other) for other in range(size) if other not in told]
+            return f"rank {', '.join(ranks[:8])} did not come"
+
+        with self._changed:
+            told: dict[int, T] = self._meetings.setdefault(name, {})
+            told[rank] = value
+            if len(told) == size:
+                del self._meetings[name]  # those who wait have what they need of it
+            self._changed.notify_all()
+            self._wait_for(lambda: len(told) == size, timeout, missing)
+        return [told[other] for other in range(size)]
+
+    def put(self, name: object, data: torch.Tensor) -> None:
+        with self._changed:
+            self._messages.setdefault(name, deque()).append(data)
+            self._changed.notify_all()
+
+    def take(self, name: object, timeout: float, why: str) -> torch.Tensor:
+        """The oldest message that was left."""
+        with self._changed:
+            left = self._messages.setdefault(name, deque())
+            self._wait_for(lambda: bool(left), timeout, lambda: why)
+            return left.popleft()
+
+    def fail(self, problem: str) -> None:
+        """Wake all ranks with a problem, unless there was one before."""
+        with self._changed:
+            self._failure = self._failure or PeerError(problem)
+            self._changed.notify_all()
+
+    def has_ended(self, error: BaseException) -> bool:
+        """Whether an error only says that there was a failure elsewhere."""
+        failure = self._failure
+        return failure is not None and isinstance(error, PeerError) and error.what == failure.what
+
+    def end(self) -> None:
+        """One rank has come to its end: nobody can wait for it any more."""
+        with self._changed:
+            self._running -= 1
+            self._look_for_a_deadlock()
+
+    def _wait_for(self, ready: Callable[[], bool], timeout: float, why: Callable[[], str]) -> None:
+        """Wait, with `changed` held, until something is so; `why` says what is missing."""
+        deadline = time.monotonic() + timeout
+        me = threading.get_ident()
+        try:
+            while not ready():
+                self._waiting[me] = (ready, why)
+                self._look_for_a_deadlock()
+                if self._failure is not None:
+                    raise PeerError(self._failure.what)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise PeerError(f"{why()} within {timeout:g} s")
+                self._changed.wait(left)
+        finally:
+            self._waiting.pop(me, None)
+
+    def _look_for_a_deadlock(self) -> None:
+        # One that is ready has been woken, and has only not run yet.
+        waiting = list(self._waiting.values())
+        if len(waiting) < self._running or not waiting or any(ready() for ready, _ in waiting):
+            return
+        self.fail(f"no rank can go on: {'; '.join(sorted({why() for _, why in waiting}))}")
+
+
+class MemoryCarrier:
+    """Carries messages between threads, as copies: no rank sees what another one changes later."""
+
+    name = "memory"
+    device = torch.device("cpu")
+
+    def __init__(
+        self, hub: Hub, rank: int, size: int, *, timeout: float, group: tuple[object, ...] = ()
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self._hub = hub
+        self._group = group
+        self._meetings = 0
+        self._splits = 0
+
+    def exchange(self, value: T) -> list[T]:
+        """What every rank passes: bytes, as any carrier, or what the other calls move."""
+        self._meetings += 1
+        name = (self._group, self._meetings)
+        return self._hub.meet(name, self.rank, self.size, value, self.timeout)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
+        """Every rank adds up by itself, in the order of the ranks."""
+        # A copy: this rank puts the sum into its own tensor while others still add it up.
+        first, *others = self.exchange(tensor.clone())
+        # And another one, as all ranks add up the same tensors.
+        tensor.copy_(combined(op, [first.clone(), *others]))
+
+    def broadcast(self, data: torch.Tensor, src: int) -> None:
+        told = self.exchange(data.clone() if self.rank == src else None)[src]
+        if told is not None:
+            data.copy_(told)
+
+    def all_to_all(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:  # noqa: ARG002 - they come along
+        told = self.exchange([part.clone() for part in parts])
+        return [row[self.rank] for row in told]
+
+    def send(self, data: torch.Tensor, dst: int, tag: int) -> None:
+        """Leave a copy; never waits."""
+        self._hub.put((self._group, self.rank, dst, tag), data.clone())
+
+    def recv(self, data: torch.Tensor, src: int, tag: int) -> None:
+        why = f"rank {src} sent nothing with tag {tag}"
+        data.copy_(self._hub.take((self._group, src, self.rank, tag), self.timeout, why))
+
+    def split(self, ranks: tuple[int, ...]) -> MemoryCarrier | None:
+        """A group of the same hub, named after who is in it and which one it is."""
+        self._splits += 1
+        if self.rank not in ranks:
+            return None
+        group = (*self._group, self._splits, ranks)
+        return MemoryCarrier(
+            self._hub, ranks.index(self.rank), len(ranks), timeout=self.timeout, group=group
+        )
+
+    def close(self) -> None:
+        """Nothing: the hub goes with its last rank."""
+
+
+Carrier: TypeAlias = TorchCarrier | MemoryCarrier

@@ -24,7 +24,7 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.base.location import is_temporary
+from ckptkit.storage.base.address import is_temporary
 
 T = TypeVar("T")
 

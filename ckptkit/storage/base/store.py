@@ -14,9 +14,8 @@ from operator import index
 from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from ckptkit.errors import CorruptionError, FormatError, StorageError, UsageError
+from ckptkit.storage.base.address import Address, Location, checked_key, folder_of
 from ckptkit.storage.base.buffers import copy_bytes, default_pool
-from ckptkit.storage.base.location import Location, checked_key, folder_of
-from ckptkit.storage.base.options import Address
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CkptkitError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.base.location import Location
-from ckptkit.storage.base.options import Settings, checked_endpoint
+from ckptkit.storage.base.address import Location, Settings, checked_endpoint
 from ckptkit.storage.objects.errors import (
     Transient,
     UnsupportedError,

@@ -19,8 +19,8 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
+from ckptkit.storage.base.address import Location
 from ckptkit.storage.base.disk import refusal
-from ckptkit.storage.base.location import Location
 
 
 class Transient(Exception):  # noqa: N818 — no error until the retries are used up

@@ -14,8 +14,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from ckptkit.errors import CkptkitError, InvalidNameError, NotFoundError
-from ckptkit.storage.base.location import BUCKETS, Location
-from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.address import BUCKETS, Location, Settings
 from ckptkit.storage.base.store import Entries, Names, Stored, checked_size
 from ckptkit.storage.objects.amazon import BotocoreBucket, config_options, new_session
 from ckptkit.storage.objects.errors import (

@@ -17,8 +17,7 @@ from obstore.exceptions import BaseError, InvalidPathError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ckptkit.errors import InvalidNameError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.base.location import Location
-from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.address import Location, Settings
 from ckptkit.storage.base.store import Entries, Names, Stored, checked_size
 from ckptkit.storage.objects.amazon import BotocoreBucket, s3_credentials
 from ckptkit.storage.objects.errors import (

@@ -27,8 +27,7 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.base.location import Location, temporary_beside
-from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.address import Location, Settings, temporary_beside
 from ckptkit.storage.base.store import Entries, Names, checked_range
 from ckptkit.storage.objects.amazon import BotocoreBucket, Upload
 from ckptkit.storage.objects.errors import Transient, UnsupportedError, below, trouble

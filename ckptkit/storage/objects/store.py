@@ -13,16 +13,19 @@ from operator import attrgetter
 from pathlib import Path
 
 from ckptkit.errors import UsageError
-from ckptkit.storage.base.buffers import copy_bytes, default_pool
-from ckptkit.storage.base.location import (
+from ckptkit.storage.base.address import (
     BUCKETS,
     TEMPORARY,
+    Address,
     Location,
+    Options,
+    Settings,
     deletable_key,
     is_leftover,
     is_temporary,
+    read_settings,
 )
-from ckptkit.storage.base.options import Address, Options, Settings, read_settings
+from ckptkit.storage.base.buffers import copy_bytes, default_pool
 from ckptkit.storage.base.store import (
     Abilities,
     BufferSink,
