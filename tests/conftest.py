@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 # How many examples a property is tried on: `make test` takes few, and `make test-long` many.
 # No example has a time limit: on a machine that is busy any of them may be slow.
 UNHURRIED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("few", max_examples=40, **UNHURRIED)
+settings.register_profile("few", max_examples=25, **UNHURRIED)
 settings.register_profile("many", max_examples=1000, **UNHURRIED)
 settings.load_profile("few")
 
@@ -33,16 +33,26 @@ pytest_plugins = ["tests.servers.fixtures", "tests.live.fixtures"]
 # The longest first: begun last, any of these would keep one worker busy long after the others.
 LONG = (
     "test_elastic.py",
-    "test_matrix.py",
-    "test_examples.py",
-    "test_optimizers.py",
-    "test_ranks.py",
-    "test_fsdp1.py",
-    "test_checkpoints.py",
-    "test_training.py",
-    "test_mpi.py",
-    "test_launch.py",
     "test_docs.py",
+    "test_examples.py",
+    "test_matrix.py",
+    "test_save.py",
+    "test_optimizers.py",
+    "test_object_retries.py",
+    "test_deepspeed.py",
+    "test_ranks.py",
+    "test_launch.py",
+    "test_checkpoints.py",
+    "test_mpi.py",
+    "test_kill.py",
+    "test_megatron.py",
+    "test_sharded_optimizer.py",
+    "test_dcp.py",
+    "test_fsdp1.py",
+    "test_orbax.py",
+    "test_accelerate.py",
+    "test_lightning.py",
+    "test_training.py",
 )
 
 

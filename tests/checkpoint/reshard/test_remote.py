@@ -19,14 +19,14 @@ from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, s
 from tests.checkpoint.saving import Tensor, contents, memory_with, random_values, save
 
 CUTS = {"rules": [{"match": "*", "tp": "shard(1)"}]}
-STATE = {f"model/w{n}": Tensor(random_values((1024, 2048), seed=n)) for n in range(8)}
 
 
 @pytest.fixture(scope="module")
 def large() -> RemoteStore:
     """A step of 64 MiB in one pack."""
     store = RemoteStore()
-    save(store, STATE, chunk_bytes=1 << 20)
+    state = {f"model/w{n}": Tensor(random_values((1024, 2048), seed=n)) for n in range(8)}
+    save(store, state, chunk_bytes=1 << 20)
     return store
 
 

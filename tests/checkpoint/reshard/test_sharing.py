@@ -22,14 +22,14 @@ from tests.checkpoint.saving import Tensor, contents, random_values, save
 from tests.storage.failing import FailingStore
 
 CUTS = {"rules": [{"match": "*", "tp": "shard(1)"}]}
-STATE = {f"model/w{n}": Tensor(random_values((512, 1024), seed=n)) for n in range(8)}
 
 
 @pytest.fixture(scope="module")
 def wide() -> RemoteStore:
     """A step whose chunks are 256 columns wide."""
     store = RemoteStore()
-    save(store, STATE, chunk_bytes=512 << 10)
+    state = {f"model/w{n}": Tensor(random_values((512, 1024), seed=n)) for n in range(8)}
+    save(store, state, chunk_bytes=512 << 10)
     return store
 
 
