@@ -328,7 +328,7 @@ def by_bash(line: str) -> str:
         capture_output=True,
         check=False,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

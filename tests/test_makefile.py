@@ -50,7 +50,7 @@ def make(tree: Path, goal: str) -> subprocess.Popen[str]:
 
 def outputs(*makes: subprocess.Popen[str]) -> list[str]:
     """What they print, after they ended well."""
-    found = [running.communicate(timeout=60) for running in makes]
+    found = [running.communicate(timeout=300) for running in makes]
     assert [running.returncode for running in makes] == [0] * len(makes), found
     return [out for out, _ in found]
 

@@ -31,7 +31,7 @@ print(json.dumps({
 
 def _run(*command: str | Path, cwd: Path) -> str:
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+        [*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, f"{done.args}\n{done.stdout}{done.stderr}"
     return done.stdout

@@ -126,7 +126,7 @@ def program(name: str, *arguments: str) -> list[str]:
     """The lines that a program of tests prints."""
     command = [sys.executable, "-m", f"tests.checkpoint.{name}", *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True
+        command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.PIPE, text=True
     )
     return done.stdout.splitlines()
 

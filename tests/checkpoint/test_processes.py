@@ -24,7 +24,7 @@ def run_ranks(tmp_path: Path, timeout: float, *dying: int) -> list[tuple[int, st
         arguments = [tmp_path / "run", tmp_path / "barrier", rank, RANKS, timeout, *dying]
         command = [sys.executable, "-m", "tests.checkpoint.rank_process", *map(str, arguments)]
         started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=120)[0] for process in started]
+    outputs = [process.communicate(timeout=300)[0] for process in started]
     return [(process.returncode, out) for process, out in zip(started, outputs, strict=True)]
 
 

@@ -47,7 +47,7 @@ def process(*arguments: object, **variables: str) -> subprocess.CompletedProcess
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

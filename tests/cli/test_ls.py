@@ -150,5 +150,5 @@ def with_little_memory(*arguments: object) -> subprocess.CompletedProcess[str]:
     code = f"{limit}; from ckptkit.cli import main; main()"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=60, env=environment()
+        command, check=False, capture_output=True, text=True, timeout=300, env=environment()
     )

@@ -57,7 +57,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_a_pipe_gets_no_bar(
         wait_for(lambda: any(tmp_path.iterdir()))
         time.sleep(0.3)  # longer than the bar of a terminal would wait
         program.send_signal(signal.SIGINT)
-        out, err = program.communicate(timeout=60)
+        out, err = program.communicate(timeout=300)
     assert (program.returncode, out, err) == (130, b"", b"interrupted\n")
     assert list(tmp_path.iterdir()) == []
 

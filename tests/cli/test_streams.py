@@ -61,7 +61,7 @@ def run_with(
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -147,7 +147,7 @@ def test_ctrl_c_is_one_line_at_any_moment(
     ) as program:
         wait_for(there.exists)
         program.send_signal(signal.SIGINT)
-        _, told = program.communicate(timeout=60)
+        _, told = program.communicate(timeout=300)
     assert (program.returncode, told) == (130, "interrupted\n"), moment
 
 
@@ -158,7 +158,7 @@ def test_ctrl_c_is_one_line_at_many_moments(run: Path) -> None:
         env=environment(OPENBLAS_NUM_THREADS="1"),  # a copy of a process has none of its threads
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     told, *wrong = reversed(done.stderr.splitlines())
@@ -195,7 +195,7 @@ def test_ctrl_c_is_ignored_where_the_shell_ignores_it() -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (told.returncode, told.stderr) == (0, "")
@@ -252,7 +252,7 @@ def test_the_whole_matrix(
                 stdout=writing,
                 stderr=subprocess.PIPE,
                 text=True,
-                timeout=120,
+                timeout=300,
                 check=False,
             )
             os.close(writing)

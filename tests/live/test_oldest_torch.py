@@ -21,7 +21,7 @@ def test_an_older_torch_is_refused_in_one_sentence(module: str, tmp_path: Path) 
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert told.stdout.startswith(

@@ -40,6 +40,9 @@ SOURCES = (
     "fsdp1:2, tp:2",
     "fsdp:4, experts on ep:2",
 )
+# Between them, these are cut in every way and share out moments; a target alone loads from all, and
+# the others from all in long tests.
+FEW = ("zero1:3", "pp:2", "fsdp1:2, tp:2")
 TARGETS = (
     "plain",
     "ddp:2",
@@ -81,12 +84,20 @@ def saved(gloo: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 # Offline, rules alone say what ep cuts; the job cuts its dense weights along that axis too.
-@pytest.mark.parametrize("target", [*EACH_TARGET, "fsdp:4, experts on ep:2"])
+@pytest.mark.parametrize(
+    ("target", "sources"),
+    [
+        *((target, FEW) for target in TARGETS if target not in ("plain", *ALIKE)),
+        *(("plain", SOURCES), ("fsdp:4, experts on ep:2", SOURCES)),
+        *(pytest.param(target, SOURCES, marks=pytest.mark.long) for target in TARGETS[1:]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"of {len(value)}",
+)
 def test_a_job_loads_what_was_resharded_for_it(
-    gloo: Pool, saved: Saved, tmp_path: Path, target: str
+    gloo: Pool, saved: Saved, tmp_path: Path, target: str, sources: tuple[str, ...]
 ) -> None:
     steps = {}
-    for number, source in enumerate(SOURCES):
+    for number, source in enumerate(sources):
         location, whole = saved(source)
         new = str(tmp_path / str(number))
         ckptkit.reshard(location, new, to=LAYOUTS[target].written, rules=RULES)

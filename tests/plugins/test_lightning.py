@@ -29,7 +29,19 @@ from tests.plugins.lightning_job import Samples, Small, given, loader_of, train,
 from tests.servers.s3_server import Bucket
 
 LAYOUTS = {"single": 1, "ddp": 2, "io": 2, "fsdp1": 2, "fsdp2": 2, "tp": 2}
-PAIRS = [(one, other) for one in LAYOUTS for other in LAYOUTS if other in (one, "ddp", "tp", "io")]
+# Each goes on in itself and in DDP, and one process under what is cut and by the other plugin.
+CORE = [
+    (one, other)
+    for one in LAYOUTS
+    for other in LAYOUTS
+    if other in (one, "ddp") or (one == "single" and other in ("tp", "io"))
+]
+PAIRS = [
+    pytest.param(one, other, marks=() if (one, other) in CORE else pytest.mark.long)
+    for one in LAYOUTS
+    for other in LAYOUTS
+    if other in (one, "ddp", "tp", "io")
+]
 
 
 # Lightning warns of much, and so does torch of what Lightning uses.

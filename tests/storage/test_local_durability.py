@@ -203,7 +203,7 @@ def test_a_crash_anywhere_in_put_leaves_the_old_or_the_new_and_no_listed_rubbish
     tmp_path: Path, kind: str
 ) -> None:
     command = [sys.executable, "-c", CRASHES, str(tmp_path), kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -240,7 +240,7 @@ def test_of_racing_processes_exactly_one_creates(tmp_path: Path) -> None:
         assert racer.stdout is not None
         assert racer.stdout.readline() == "ready\n"
     go.touch()
-    won = {number: racer.communicate(timeout=60)[0].split() for number, racer in enumerate(racers)}
+    won = {number: racer.communicate(timeout=300)[0].split() for number, racer in enumerate(racers)}
     store = LocalStore(root)
     assert sorted(int(n) for wins in won.values() for n in wins) == list(range(20))
     for number, wins in won.items():
