@@ -186,7 +186,9 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        # Entered by itself: Ctrl-C may come in the middle of a condition's `__enter__`.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._turns: deque[_Turn] = deque()
         self._has_thread = False
         self._thread: threading.Thread | None = None
@@ -207,13 +209,13 @@ class Background:
         from any thread, as all work after it waits.
         """
         turn = _Turn(work, what)
-        with self._changed:
+        _unsettled.add(self)
+        with self._lock:
             self._taken += 1
             self._turns.append(turn)
-        _unsettled.add(self)
 
         def begin() -> None:
-            with self._changed:
+            with self._lock:
                 turn.may_begin = True
                 if self._has_thread or not self._turns or not self._turns[0].may_begin:
                     return
@@ -235,7 +237,7 @@ class Background:
 
     def settle(self, seconds: float | None = None) -> None:
         """Return when all is done, or after so many seconds; errors are still there to be taken."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._done == self._taken, seconds)
 
     def end(self) -> None:
@@ -254,7 +256,7 @@ class Background:
 
     def newest_failure(self) -> tuple[int, BaseException] | None:
         """The number and the error of the last piece of work that failed, as far as it is known."""
-        with self._changed:
+        with self._lock:
             number = max(self._errors, default=0)
             return (number, self._errors[number]) if number else None
 
@@ -262,7 +264,7 @@ class Background:
         """Wait until this many are done, or all; the last error among these, all of which are
         forgotten.
         """
-        with self._changed:
+        with self._lock:
             wanted = self._taken if number is None else number
             look_until(lambda some: self._changed.wait_for(lambda: self._done >= wanted, some))
             taken = [self._errors.pop(each) for each in sorted(self._errors) if each <= wanted]
@@ -270,7 +272,7 @@ class Background:
 
     def give_up(self) -> None:
         """Begin nothing more, and let nobody wait for what runs."""
-        with self._changed:
+        with self._lock:
             self._turns.clear()
             self._errors.clear()
             self._done = self._taken
@@ -288,7 +290,7 @@ class Background:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not (self._turns and self._turns[0].may_begin):
                     self._has_thread = False
                     return
@@ -300,7 +302,7 @@ class Background:
                 error = problem
                 # At once as well: a job that ends without another call would never say it.
                 log.error("%s failed: %s", turn.what, in_one_line(problem))
-            with self._changed:
+            with self._lock:
                 if not self._turns:
                     self._has_thread = False
                     return  # given up meanwhile

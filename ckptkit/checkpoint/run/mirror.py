@@ -15,7 +15,6 @@ is complete, and replaces one that has the same bytes. So nothing that is commit
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -170,15 +169,15 @@ class Mirror:
 
     def _claim(self) -> None:
         """Write down which run the folder belongs to; steps of two runs must never mix."""
-        mine = str(self.remote.location)
+        mine = str(self.remote.location).encode(errors="surrogateescape")
         try:
-            self.local.put(_OWNER, os.fsencode(mine), exclusive=True)
+            self.local.put(_OWNER, mine, exclusive=True)
         except AlreadyExistsError:
-            theirs = os.fsdecode(self.local.read_whole(_OWNER, _LONGEST_LOCATION))
+            theirs = self.local.read_whole(_OWNER, _LONGEST_LOCATION)
             if theirs == mine:
                 return
             raise UsageError(
-                f"the folder holds steps of the run {theirs}",
+                f"the folder holds steps of the run {theirs.decode(errors='surrogateescape')}",
                 where=str(self.local.location),
                 hint="give every run a local folder of its own",
             ) from None
