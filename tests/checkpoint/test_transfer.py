@@ -17,6 +17,7 @@ import pytest
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
 from ckptkit.checkpoint.check.pack import PackBytes
+from ckptkit.checkpoint.places import StepFolder
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.run.mirror import (
@@ -323,10 +324,10 @@ def test_progress_adds_up_and_can_stop_a_copy(local: MemoryStore) -> None:
 def test_windows_cover_a_pack_and_hold_whole_entries(local: MemoryStore, nbytes: int) -> None:
     for entry in [entry for entry in local.list() if entry.key.endswith(".zip")]:
         folder, _, name = entry.key.rpartition("/")
-        save_id = folder.rpartition("/")[2]
-        tables = ArrayTables()
-        read_record(local, folder, 0, save_id, tables)
-        found = read_record(local, folder, int(name[:-4].partition("-")[2]), save_id, tables)
+        step, _, save_id = folder.split("/")
+        of_step, tables = StepFolder(local, step), ArrayTables()
+        read_record(of_step, save_id, 0, tables)
+        found = read_record(of_step, save_id, int(name[:-4].partition("-")[2]), tables)
         windows = list(PackBytes.of_rank(found, name).windows(nbytes))
         assert [window.start for window in windows[1:]] == [w.start + w.size for w in windows[:-1]]
         assert windows[-1].start + windows[-1].size == entry.size

@@ -173,7 +173,7 @@ def _compared(
         found: list[Finding] = []
         record: Record | None = None
         try:
-            read = read_record(store, data, number, manifest.save.save_id, tables, size=pack.size)
+            read = read_record(folder, manifest.save.save_id, number, tables, size=pack.size)
             record = read.record
             faults = faults_by(PackBytes.of_rank(read, where))
             if read.pack != pack:

@@ -17,7 +17,7 @@ from ckptkit.foreign.decoded import DECODED, DecodedSource, kept_bytes
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest, PackInfo, Record, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
-from ckptkit.storage import Source, Store
+from ckptkit.storage import Source
 
 # Processes may often open 1,024 files, and one that is lent from the page cache, or read past it,
 # counts twice; what is beyond this is opened for each read.
@@ -201,10 +201,9 @@ class PackRecord:
 
 
 def read_record(
-    store: Store,
-    folder: str,
-    rank: int,
+    folder: StepFolder,
     save_id: str,
+    rank: int,
     tables: ArrayTables,
     *,
     size: int | None = None,
@@ -214,8 +213,8 @@ def read_record(
 
     Who knows the size of the pack saves asking for it.
     """
-    name = pack_name(rank)
-    key = f"{folder}/{name}"
+    store, name = folder.store, pack_name(rank)
+    key = f"{folder.data(save_id)}/{name}"
     where = described(store, key)
     first = _TAIL
     if store.abilities.waits_for_answers:

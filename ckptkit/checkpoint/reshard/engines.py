@@ -304,7 +304,7 @@ def commit_packs(
     data = folder.data(save_id)
     there = set(store.children(data))
     try:
-        first = read_record(store, data, 0, save_id, ArrayTables())
+        first = read_record(folder, save_id, 0, ArrayTables())
     except CkptkitError as error:
         raise NotCommittedError(
             f"the first pack is missing or not complete: {error.what}",

@@ -396,13 +396,13 @@ def finished_packs(
         key = f"{data}/{pack_name(rank)}"
         if pack_name(rank) not in there:
             continue
-        if not _is_finished(target, store, data, rank, progress):
+        if not _is_finished(target, folder, rank, progress):
             # Where a pack is visible before it is finished, another run may still be writing it.
             may_be_open = store.abilities.claims_names
             if may_be_open:
                 _wait_until_quiet(store, key)
             # Another run may have finished it meanwhile, or even have made the step.
-            if not (may_be_open and _is_finished(target, store, data, rank, progress)):
+            if not (may_be_open and _is_finished(target, folder, rank, progress)):
                 if committed_save_id(folder) == save_id:
                     raise at_work(described(store, key))
                 store.delete([key])
@@ -415,13 +415,13 @@ def finished_packs(
 
 
 def _is_finished(
-    target: ReshardTarget, store: Store, folder: str, rank: int, progress: Progress | None
+    target: ReshardTarget, folder: StepFolder, rank: int, progress: Progress | None
 ) -> bool:
     """Whether a pack has the record that it has to have, and the bytes that this says."""
     tables = ArrayTables()
     tables.add(target.table, len(target.strategy.mesh.axes))
     try:
-        found = read_record(store, folder, rank, target.save.save_id, tables)
+        found = read_record(folder, target.save.save_id, rank, tables)
     except (FormatError, NotFoundError):
         return False
     record, chunks = found.record, target.chunks_of(rank)
@@ -433,7 +433,7 @@ def _is_finished(
         and np.array_equal(record.chunk, np.concatenate([*chunks, np.zeros(0, np.int64)]))
     ):
         return False
-    key = f"{folder}/{pack_name(rank)}"
+    store, key = folder.store, f"{folder.data(target.save.save_id)}/{pack_name(rank)}"
     try:
         known = PackBytes.of_rank(found, described(store, key))
         return not faults_of(store, key, found.pack.size, known, progress=progress)

@@ -347,7 +347,7 @@ class _Copying:
     """One step on its way."""
 
     def __init__(self, source: Store, target: Store, step: int, options: CopyOptions) -> None:
-        self._source, self._target = source, target
+        self._target = target
         self._from = StepFolder(source, step_name(step))
         self._to = StepFolder(target, step_name(step))
         self._manifest = read_manifest(self._from)
@@ -356,14 +356,13 @@ class _Copying:
         self._sources = OpenPacks(self._from, self._manifest)
         self._tables = ArrayTables()
         self._found: dict[int, PackRecord] = {}
-        self._where = str(self._from)
         self._options = options
 
     def run(self, ranks: Ranks) -> int:
         save_id, is_there = ranks.share(lambda: (self.save_id, self._is_there()))
         if save_id != self.save_id:
             raise PeerError(
-                "rank 0 copies another save of this step", where=self._where, hint="try again"
+                "rank 0 copies another save of this step", where=str(self._from), hint="try again"
             )
         if is_there:
             return 0
@@ -410,7 +409,7 @@ class _Copying:
         """Compare the manifest with the records: a call of its own, so that a second manifest does
         not stay in memory for the hours that packs may take.
         """
-        with self._reading(self._where):
+        with self._reading(str(self._from)):
             try:
                 records = [found.record for found in self._records()]
                 expected = assemble(records, self._manifest.packs)
@@ -475,12 +474,13 @@ class _Copying:
     def _records(self) -> list[PackRecord]:
         ranks = [n for n, pack in enumerate(self._manifest.packs) if pack.record is not None]
         first = [self._record(rank) for rank in ranks[:1]]
-        return [*first, *ask_all(self._source, self._record, ranks[1:])]
+        return [*first, *ask_all(self._from.store, self._record, ranks[1:])]
 
     def _record(self, pack: int) -> PackRecord:
         if pack not in self._found:
-            at, size = (self._source, self._folder, pack), self._manifest.packs[pack].size
-            self._found[pack] = read_record(*at, self.save_id, self._tables, size=size)
+            size = self._manifest.packs[pack].size
+            found = read_record(self._from, self.save_id, pack, self._tables, size=size)
+            self._found[pack] = found
         return self._found[pack]
 
     def _commit(self) -> None:

@@ -87,7 +87,7 @@ def gather(
 
     def read(rank: int) -> PackRecord:
         size = sizes.get(pack_name(rank))
-        return read_record(store, data, rank, save_id, tables, size=size)
+        return read_record(folder, save_id, rank, tables, size=size)
 
     first = read(0)
     # At most one more than there are packs, which is then missing: the world size is only a number
