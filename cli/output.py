@@ -375,6 +375,8 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
 
 def code_of(error: BaseException) -> int:
     """The exit code that an error ends the program with."""
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, KeyboardInterrupt):
+        return INTERRUPTED  # in the middle of a class: until Python 3.12 that wraps what is raised
     return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)
 
 

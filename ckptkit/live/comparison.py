@@ -4,7 +4,7 @@ answer before anything changes. And then, what is to be filled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -172,6 +172,7 @@ def compare(
     differ more than they may. The snapshot is one without the optimizers: what they are to keep is
     known from the step only.
     """
+    # What this rank has, and what of the step is for it.
     report, rank, size = Report(), ranks.rank, ranks.world_size
     names = training.names(snapshot.entries)
     documents = [
@@ -220,41 +221,15 @@ def compare(
             if parameter not in trained and trained.isdisjoint(twins.get(parameter, ())):
                 unexpected += by_key.values()
 
-    def conclude(heard: list[Any]) -> list[Any]:
-        found = {k: list(dict.fromkeys(n for own, _ in heard for n in own[k])) for k in _KINDS}
-        who: dict[str, list[int]] = {}
-        for rank, (own, _) in enumerate(heard):
-            for name in dict.fromkeys(name for names in own.values() for name in names):
-                who.setdefault(name, []).append(rank)
-        some = {name: those for name, those in who.items() if len(those) < len(heard)}
-        pairs = list(dict.fromkeys(tuple(pair) for _, own in heard for pair in own))
-        return [{**found, "ranks": some, "unexpected": unexpected}, pairs]
-
-    # One report of those of all ranks, so that they all go on alike, or all stop. What no rank
-    # asked for only rank 0 knows, which heard of the names of all.
-    mine = [report.found(), untied(checkpoint, snapshot.tied, saved, kept)]
-    found, pairs = ranks.agree(mine, conclude)
-    if pairs:
-        found["untied"] = ranks.agree(
-            differing(checkpoint, pairs[rank::size], threads=options.threads),
-            lambda heard: [line for lines in heard for line in lines],
-        )
-    report = Report(**found)
+    # What differs anywhere, and whether it may.
+    pairs = untied(checkpoint, snapshot.tied, saved, kept)
+    report = _of_all_ranks(report, unexpected, pairs, checkpoint, ranks, options.threads)
     _refuse(report, checkpoint, options)
+
+    # What optimizers are to keep.
     if training.optimizers and OPTIMIZER in objects:
         theirs = [document["kind"] for document in saved]
-        ours = [each.kind for each in training.optimizers]
-        if theirs != ours and not options.partial:
-            raise StateMismatchError(
-                f"the step was saved with the optimizers {', '.join(theirs)}, "
-                f"here they are {', '.join(ours)}",
-                where=checkpoint.location,
-                hint="pass the same optimizers, or partial=True to leave others as they are",
-            )
-        report.skipped += [f"optimizer: no {k} has saved" for k in ours if k not in theirs]
-        training = replace(
-            training, optimizers=[o for o in training.optimizers if o.kind in theirs]
-        )
+        training = _of_saved_kinds(training, theirs, report, checkpoint, options)
     if training.optimizers and checkpoint.details.get(OPTIMIZER) == BY_ORDER:
         _check_order(checkpoint, saved, documents, ranks)
     parameters = [
@@ -269,6 +244,60 @@ def compare(
     ]
     optimizers = resume(checkpoint, saved, parameters, twins, kept)
     return Match(report, training, under, objects, values, optimizers, positions, data)
+
+
+def _of_all_ranks(
+    report: Report,
+    unexpected: Sequence[str],
+    pairs: Sequence[Sequence[str]],
+    checkpoint: Checkpoint,
+    ranks: Ranks,
+    threads: int | None,
+) -> Report:
+    """One report of those of all ranks, so that they all go on alike, or all stop. What is
+    `unexpected` only rank 0 knows, which heard of the names of all. Of each of the `pairs`, which
+    are one tensor here, one rank compares the values.
+    """
+
+    def conclude(heard: list[Any]) -> list[Any]:
+        found = {k: list(dict.fromkeys(n for own, _ in heard for n in own[k])) for k in _KINDS}
+        who: dict[str, list[int]] = {}
+        for rank, (own, _) in enumerate(heard):
+            for name in dict.fromkeys(name for names in own.values() for name in names):
+                who.setdefault(name, []).append(rank)
+        some = {name: those for name, those in who.items() if len(those) < len(heard)}
+        all_pairs = list(dict.fromkeys(tuple(pair) for _, own in heard for pair in own))
+        return [{**found, "ranks": some, "unexpected": unexpected}, all_pairs]
+
+    found, all_pairs = ranks.agree([report.found(), pairs], conclude)
+    if all_pairs:
+        found["untied"] = ranks.agree(
+            differing(checkpoint, all_pairs[ranks.rank :: ranks.world_size], threads=threads),
+            lambda heard: [line for lines in heard for line in lines],
+        )
+    return Report(**found)
+
+
+def _of_saved_kinds(
+    training: Training,
+    kinds: Sequence[str],
+    report: Report,
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+) -> Training:
+    """The objects without optimizers of other kinds than those that saved, which the report notes;
+    refused where these are to be the same.
+    """
+    ours = [each.kind for each in training.optimizers]
+    if kinds != ours and not options.partial:
+        raise StateMismatchError(
+            f"the step was saved with the optimizers {', '.join(kinds)}, "
+            f"here they are {', '.join(ours)}",
+            where=checkpoint.location,
+            hint="pass the same optimizers, or partial=True to leave others as they are",
+        )
+    report.skipped += [f"optimizer: no {kind} has saved" for kind in ours if kind not in kinds]
+    return replace(training, optimizers=[o for o in training.optimizers if o.kind in kinds])
 
 
 def _check_order(

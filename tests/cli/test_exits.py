@@ -37,6 +37,16 @@ def test_every_kind_of_error_has_its_code(error: BaseException, code: int) -> No
     assert code_of(error) == code
 
 
+def test_ctrl_c_while_a_class_is_made_is_an_interruption() -> None:
+    class Field:
+        def __set_name__(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
+        type("Settings", (), {"field": Field()})
+    assert code_of(caught.value) == 130
+
+
 def test_no_error_of_the_library_is_a_bug_of_it() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     named = [

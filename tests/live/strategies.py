@@ -473,10 +473,13 @@ MADE_OF_OTHERS = LIKE_OTHERS | {
     "ddp:1",
     "fsdp2:1",
     "fsdp2:4, reversed",
+    "zero2:2",
     "fsdp:4, parameters on fsdp:2",
     "ddp:2,tp:2",
     "tp:2,ddp:2 over a permuted mesh",
+    "pp:3",
     "pp:2,fsdp:2",
+    "fsdp1:2, grad op",
 }
 EACH_KIND = all_but(MADE_OF_OTHERS)
 

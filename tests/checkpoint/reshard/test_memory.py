@@ -116,6 +116,9 @@ def test_a_process_and_its_children_grow_by_less_than_the_cap(
         assert np.array_equal(checkpoint.read("model/large"), values().reshape(24576, 2048))
 
 
+# What a bucket adds is in every run: test_remote.py has what sinks are told that they may keep, and
+# tests/storage/test_object_sinks.py measures that they keep no more.
+@pytest.mark.long
 @pytest.mark.parametrize(("memory", "engine"), [("160MiB", "threads")])
 def test_the_cap_holds_from_one_bucket_to_another(
     tmp_path: Path, bucket: Bucket, memory: str, engine: str

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from ckptkit.errors import PeerError
 from ckptkit.live import load, save
 from ckptkit.parallel import as_distributed
-from ckptkit.parallel.ranks import mpi_group
 from ckptkit.parallel.ranks.communicator import Communicator
 from ckptkit.parallel.ranks.job import init
 from tests.parallel.ranks.contract import CONTRACT
@@ -42,6 +41,9 @@ def main(folder: str, more: str = "") -> None:
     comm.close()
     found["left"] = not dist.is_initialized()
     Path(folder, f"{comm.rank}.json").write_text(json.dumps(found))
+    from mpi4py import MPI  # noqa: PLC0415 - starts MPI
+
+    MPI.Finalize()  # what is forked does nothing more at its end
 
 
 def everything(comm: Communicator, folder: str) -> dict[str, Any]:
@@ -97,6 +99,8 @@ def whole_parameters() -> None:
 
 def in_pieces(comm: Communicator) -> None:
     """What moves or adds up, as if MPI could count to 60 only."""
+    from ckptkit.parallel.ranks import mpi_group  # noqa: PLC0415 - starts MPI
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mpi_group, "LIMIT", 60)
         for name in IN_PIECES:

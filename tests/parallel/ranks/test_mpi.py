@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.live.pool import Pool
+from tests.parallel.optimizers import warm
 from tests.parallel.ranks.contract import CONTRACT
 from tests.parallel.ranks.training import MORE, TRAININGS, Numbers, all_trainings
 
@@ -26,7 +28,9 @@ MPIRUN = shutil.which(
 )
 
 
-def mpirun(*arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
+def mpirun(
+    *arguments: str, ranks: int = RANKS, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments on each rank, from wherever the tests are."""
     assert MPIRUN is not None
     command = (MPIRUN, "--allow-run-as-root", "--oversubscribe")
@@ -34,7 +38,7 @@ def mpirun(*arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[s
     environment = {name: value for name, value in os.environ.items() if name not in names}
     return subprocess.run(
         [*command, "-n", str(ranks), sys.executable, *arguments],
-        env={**environment, "PYTHONPATH": str(ROOT)},
+        env={**environment, "PYTHONPATH": str(ROOT), **(variables or {})},
         capture_output=True,
         text=True,
         timeout=280,
@@ -43,7 +47,9 @@ def mpirun(*arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[s
 
 
 def found_by_ranks(folder: Path, *more: str) -> list[dict[str, Any]]:
-    done = mpirun("-m", "tests.parallel.ranks.mpi_job", str(folder), *more)
+    # Ranks are forked from a process that has imported torch, which is most of what they would do.
+    with warm.warm("tests.parallel.ranks.mpi_job", folder, {}) as place:
+        done = mpirun("-S", warm.__file__, str(folder), *more, variables=place)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 

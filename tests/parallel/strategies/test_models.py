@@ -96,15 +96,16 @@ FILE = Path(ckptkit.__file__).parent / "presets" / "llama.yaml"
     ("spec", "tied", "rules"),
     [
         ("tp:2", False, None),
-        ("tp:4", False, "llama"),
+        ("tp:2", False, "llama"),
         ("tp:2", True, FILE),
         ("fsdp:2", True, None),
         ("tp:2,fsdp:2", True, yaml.safe_load(FILE.read_text())),
         pytest.param("ddp:2,tp:2", False, None, marks=pytest.mark.long),
+        pytest.param("tp:4", False, "llama", marks=pytest.mark.long),
         ("pp:3", False, None),
         ("pp:2,tp:2", False, None),
     ],
-    ids=["auto", "preset", "file", "fsdp", "document", "ddp-tp", "pp", "pp-tp"],
+    ids=["auto", "preset", "file", "fsdp", "document", "ddp-tp", "tp-4", "pp", "pp-tp"],
 )
 def test_a_llama_is_cut_by_the_preset_that_its_names_call_for(
     gloo: Pool, spec: str, tied: bool, rules: Any
