@@ -355,20 +355,14 @@ def assert_shows(printed: str, shown: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Where `ckpt demo DIR` has been, and what it says."""
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What `ckpt demo DIR` leaves, and what it says."""
     folder = tmp_path_factory.mktemp("demo") / "here"
     return folder, document("demo", folder)
 
 
-@pytest.fixture(scope="module")
-def demo(shown: tuple[Path, dict[str, Any]]) -> Path:
-    """What `ckpt demo DIR` leaves."""
-    return shown[0]
-
-
-def test_a_demo_in_a_folder_that_was_named_stays(shown: tuple[Path, dict[str, Any]]) -> None:
-    folder, found = shown
+def test_a_demo_in_a_folder_that_was_named_stays(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = demo
     assert found["ok"]
     assert {check["ok"] for check in found["checks"]} == {True}
     assert [command["exit"] for command in found["commands"]].count(3) == 1
@@ -415,7 +409,7 @@ def test_every_block_of_a_page_runs(
     text = PAGES[page]
     url = request.getfixturevalue("s3") if "s3://bucket" in text else None
     if page in WITH_A_RUN:
-        copy_demo(request.getfixturevalue("demo"), page, url and f"{url}/sessions")
+        copy_demo(request.getfixturevalue("demo")[0], page, url and f"{url}/sessions")
     # Programs and sessions have each a place of its own in the bucket.
     monkeypatch.setitem(PAGES, page, text.replace("s3://bucket", f"{url}/programs"))
     if programs(page):
