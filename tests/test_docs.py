@@ -36,7 +36,7 @@ from ckptkit import activation, open_store, parallel
 from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.parallel import as_distributed, init, run_in_memory
-from tests.cli.programs import ckpt, process
+from tests.cli.programs import ckpt, document
 from tests.live.pool import Pool
 from tests.plugins.page import run_sections
 from tests.servers.s3_server import Bucket
@@ -355,11 +355,18 @@ def assert_shows(printed: str, shown: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `ckpt demo DIR` leaves."""
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What `ckpt demo DIR` leaves, and what it says."""
     folder = tmp_path_factory.mktemp("demo") / "here"
-    assert process("demo", folder, "--json").returncode == 0
-    return folder
+    return folder, document("demo", folder)
+
+
+def test_a_demo_in_a_folder_that_was_named_stays(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = demo
+    assert found["ok"]
+    assert {check["ok"] for check in found["checks"]} == {True}
+    assert [command["exit"] for command in found["commands"]].count(3) == 1
+    assert document("verify", folder / "run" / "step-0000000100")["ok"]
 
 
 @pytest.fixture
@@ -402,7 +409,7 @@ def test_every_block_of_a_page_runs(
     text = PAGES[page]
     url = request.getfixturevalue("s3") if "s3://bucket" in text else None
     if page in WITH_A_RUN:
-        copy_demo(request.getfixturevalue("demo"), page, url and f"{url}/sessions")
+        copy_demo(request.getfixturevalue("demo")[0], page, url and f"{url}/sessions")
     # Programs and sessions have each a place of its own in the bucket.
     monkeypatch.setitem(PAGES, page, text.replace("s3://bucket", f"{url}/programs"))
     if programs(page):

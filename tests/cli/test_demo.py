@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.programs import COMMAND, ckpt, document, environment, process, wait_for
+from tests.cli.programs import COMMAND, ckpt, environment, process, wait_for
 
 
 def test_the_demo_does_what_it_says_and_leaves_nothing(tmp_path: Path) -> None:
@@ -19,15 +19,6 @@ def test_the_demo_does_what_it_says_and_leaves_nothing(tmp_path: Path) -> None:
     assert "ok: the flipped bit is found" in done.stdout
     assert "FAILED" not in done.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_was_named_stays(tmp_path: Path) -> None:
-    folder = tmp_path / "here"
-    found = document("demo", folder)
-    assert found["ok"]
-    assert {check["ok"] for check in found["checks"]} == {True}
-    assert [command["exit"] for command in found["commands"]].count(3) == 1
-    assert document("verify", folder / "run" / "step-0000000100")["ok"]
 
 
 def test_ctrl_c_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
