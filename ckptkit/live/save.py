@@ -343,6 +343,8 @@ def _plain_values(
     """
     found = {join("model", name): value for name, value in values.items()}
     groups = [group for document in snapshot.optimizers for group in document["groups"]]
+    if groups:  # what only some ranks say would be lost, or given to all
+        found[join("optimizer", "param_groups")] = [sorted(group["options"]) for group in groups]
     for number, group in enumerate(groups):
         for key, value in group["options"].items():
             found[join("optimizer", "param_groups", str(number), key)] = value

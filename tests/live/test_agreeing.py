@@ -291,6 +291,7 @@ class Told(nn.Module):
 PLAIN = {
     "lr": "optimizer/param_groups/0/lr",
     "tensor lr": "optimizer/param_groups/0/lr",
+    "own option": "optimizer/param_groups",
     "plain state": "optimizer/state",
     "extra state": "model/_extra_state",
 }
@@ -302,6 +303,8 @@ def save_what_differs_plainly(location: str, what: str, differing: list[str]) ->
     optimizer = SGD(model.parameters(), lr=lr)
     if what == "lr":
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+    if what == "own option" and rank:
+        optimizer.param_groups[0]["warmed_up"] = True
     if what == "plain state":
         optimizer.state[model.layer.bias]["seen"] = rank
     if what == "extra state":
