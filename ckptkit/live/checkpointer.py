@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Self, Unpack
@@ -184,6 +185,8 @@ class Checkpointer:
                 self._background.wait()
                 started, target = time.perf_counter(), self._tiers.target
                 options, world = self._options, self._world
+                if step in self._tiers.replaceable:
+                    options = replace(options, overwrite=True)
                 save = prepare(
                     target, step, training, extra, options, self._last, world=world, ranks=ranks
                 )
@@ -212,10 +215,11 @@ class Checkpointer:
         None when there is none.
 
         With `fallback`, a step that turns out to be damaged is reported in the log, and the one
-        before it is loaded; the same save in the other place, where there is one, is tried first,
-        and without `fallback` too. With `read_once`, what several ranks need alike is read by one
-        of them, and reaches the others through the job's own network. `skip` names groups that are
-        left as they are: `skip=["dataloader"]`.
+        before it is loaded; when this job saves the damaged one anew, that takes its place. The
+        same save in the other place, where there is one, is tried first, and without `fallback`
+        too. With `read_once`, what several ranks need alike is read by one of them, and reaches the
+        others through the job's own network. `skip` names groups that are left as they are:
+        `skip=["dataloader"]`.
         """
         self._check_open()
         options = LoadOptions(
@@ -248,10 +252,11 @@ class Checkpointer:
                     )
                 # What a rank passes may be wrong: nobody goes on alone.
                 ranks.wait()
+            damaged = frozenset[int]()
             for (number, place), then in zip_longest(candidates, candidates[1:]):
                 store, ranks = self._tiers.at(place), self._meeting("load", NOT_LOADED)
                 try:
-                    return load_into(training, store, number, self._world, ranks, options)
+                    restored = load_into(training, store, number, self._world, ranks, options)
                 except Exception as error:
                     if then is None:
                         raise
@@ -261,6 +266,7 @@ class Checkpointer:
                     ranks = self._meeting("damage", NOT_LOADED)
                     if not ranks.agree(mine, lambda heard: True in heard and False not in heard):
                         raise
+                    damaged |= {number}
                     # The same step elsewhere loses nothing, an older one does.
                     log.log(
                         logging.WARNING if then[0] == number else logging.ERROR,
@@ -271,6 +277,9 @@ class Checkpointer:
                         self._tiers.at(then[1]).location,
                         error,
                     )
+                else:
+                    self._tiers.go_past(damaged - {number})
+                    return restored
             return None
 
     def keep(self, steps: Iterable[int]) -> None:

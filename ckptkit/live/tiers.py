@@ -52,6 +52,7 @@ class Tiers:
         self._place = place
         self._retention = retention
         self._is_first = is_first
+        self.replaceable = frozenset[int]()
         self._mirror: Mirror | None = None
         if local is not None:
             options = CopyOptions(overwrite=overwrite, progress=self._check_wanted)
@@ -71,6 +72,14 @@ class Tiers:
         self._retention = replace(self._retention, keep=frozenset(steps))
         if self._mirror is not None:
             self._mirror.retention = self._retention
+
+    def go_past(self, damaged: frozenset[int]) -> None:
+        """A load went past these steps, which are damaged in all places. The job comes to their
+        numbers again, and what it saves then takes their place.
+        """
+        self.replaceable = damaged
+        if self._mirror is not None:
+            self._mirror.replaceable = damaged
 
     def at(self, place: str) -> Store:
         """The store of a place that `candidates` names."""
@@ -106,6 +115,7 @@ class Tiers:
         """A step is committed: on rank 0 others may have to go. With a local folder that is left to
         the rounds of copying, as no step may go before it was copied.
         """
+        self.replaceable -= {step}
         rules = self._retention
         if self._mirror is not None or not self._is_first or rules.is_all:
             return
@@ -113,8 +123,9 @@ class Tiers:
             # What lies above is of a future that was given up, and may be damaged.
             prune(self._place, rules, up_to=step)
         except CkptkitError as error:
-            error.what = f"the step was saved, but older ones could not be deleted: {error.what}"
-            raise
+            # The next save tries again. No training ends, and no save is left out, because of this.
+            what = "step %d was saved, but older ones could not be deleted: %s"
+            log.error(what, step, in_one_line(error))
 
     def candidates(self, step: int | None, *, fallback: bool) -> list[tuple[int, str]]:
         """On rank 0: which steps to load from, best first, and from where."""

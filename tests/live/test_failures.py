@@ -18,10 +18,17 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import fully_shard
 
 import ckptkit
+from ckptkit.checkpoint.places import step_name
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.write.pack import Pack
-from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StorageError
-from ckptkit.live import Checkpointer
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptionError,
+    PeerError,
+    StepExistsError,
+    StorageError,
+)
+from ckptkit.live import Checkpointer, tiers
 from ckptkit.live.state.ranks import StoreRanks, World
 from tests.live.pool import Died, Pool
 
@@ -142,6 +149,54 @@ def test_a_damaged_manifest_makes_all_ranks_go_back(gloo: Pool, tmp_path: Path) 
     path.write_bytes(data[:-9] + b"x" + data[-8:])
     for step, value, _ in gloo.run(2, restore, str(tmp_path), True):
         assert (step, value) == (1, 1.0)
+
+
+def save_again_where_it_was_damaged(location: str) -> None:
+    with Checkpointer(location, timeout=20) as checkpointer:
+        restored = checkpointer.restore(model=model(0.0), fallback=True)
+        assert restored
+        assert restored.step == 1
+        for step in (2, 3):
+            checkpointer.save(step, model=model(10.0 * step))
+        # What is sound now is no longer replaced.
+        with pytest.raises((StepExistsError, PeerError), match="committed already"):
+            checkpointer.save(3, model=model(0.0))
+
+
+def test_steps_that_a_load_went_past_are_saved_anew(gloo: Pool, tmp_path: Path) -> None:
+    """A job that may go back would end at their numbers, again after each start."""
+    gloo.run(2, save_steps, str(tmp_path), [1, 2, 3])
+    damage(tmp_path, 2, 1)
+    manifest = tmp_path / "step-0000000003" / "manifest.msgpack"
+    manifest.write_bytes(manifest.read_bytes()[:-1] + b"x")
+    gloo.run(2, save_again_where_it_was_damaged, str(tmp_path))
+    for step in (2, 3):
+        assert not ckptkit.verify(tmp_path / step_name(step))
+    for step, value, _ in gloo.run(2, restore, str(tmp_path), False):
+        assert (step, value) == (3, 30.0)
+
+
+def save_where_nothing_is_deleted(location: str) -> list[str]:
+    def refuse(*_: object, **__: object) -> None:
+        raise StorageError("no right to delete", where=location)
+
+    with (
+        patch("ckptkit.live.tiers.prune", refuse),
+        patch.object(tiers.log, "error") as said,
+        Checkpointer(location, keep_last=1, asynchronous=True, timeout=20) as checkpointer,
+    ):
+        for step in (1, 2, 3):
+            checkpointer.save(step, model=model(1.0))
+    return [call.args[0] % call.args[1:] for call in said.call_args_list]
+
+
+def test_old_steps_that_cannot_be_deleted_cost_no_new_one(gloo: Pool, tmp_path: Path) -> None:
+    first, second = gloo.run(2, save_where_nothing_is_deleted, str(tmp_path))
+    assert ckptkit.Run(tmp_path).steps() == [1, 2, 3]
+    assert len(first) == 3
+    assert "step 3 was saved, but older ones could not be deleted" in first[2]
+    assert "no right to delete" in first[2]
+    assert second == []
 
 
 def restore_what_does_not_fit(location: str) -> str:

@@ -234,6 +234,40 @@ def test_a_damaged_step_is_loaded_from_the_other_place(
     assert gloo.run(2, restore_damaged, str(kept), str(local), True) == [(1, 1.0)] * 2
 
 
+def test_old_steps_that_cannot_be_deleted_keep_none_from_being_copied(
+    places: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    local, kept = places
+    refuse = StorageError("no right to delete")
+    with (
+        patch.object(mirror, "prune", side_effect=refuse),
+        Checkpointer(kept, local=local, keep_last=1) as checkpointer,
+    ):
+        for step in (1, 2, 3):
+            checkpointer.save(step, state=value(step))
+            checkpointer.wait()
+    assert steps(kept) == [[1, 2, 3]]
+    assert caplog.text.count("older steps could not be deleted") == 3
+
+
+def test_a_step_that_is_damaged_in_both_places_is_saved_anew_in_both(
+    places: tuple[Path, Path],
+) -> None:
+    local, kept = places
+    with Checkpointer(kept, local=local) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state=value(step))
+    damage(local, 2)
+    damage(kept, 2)
+    with Checkpointer(kept, local=local) as checkpointer:
+        assert loaded(checkpointer, fallback=True) == (1, 1.0)
+        checkpointer.save(2, state=value(20))
+    for place in places:
+        assert not ckptkit.verify(place)
+        with Checkpointer(place) as checkpointer:
+            assert loaded(checkpointer) == (2, 20.0)
+
+
 @pytest.mark.parametrize("nearer", [False, True], ids=["in one place", "in two"])
 def test_a_step_that_was_asked_for_and_is_damaged_makes_way_to_the_one_before_it(
     places: tuple[Path, Path], nearer: bool

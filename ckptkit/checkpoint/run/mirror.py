@@ -19,11 +19,11 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
 from ckptkit.checkpoint.places import StepFolder, described, read_manifest, step_name, stored_size
-from ckptkit.checkpoint.ranks import Ranks
+from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, prune, remove
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
@@ -80,6 +80,7 @@ class Mirror:
             raise UsageError("the local folder is the run itself", value=str(local.location))
         self.local, self.remote = local, remote
         self.retention = retention
+        self.replaceable = frozenset[int]()  # damaged there: what is copied takes their place
         self._options = options or CopyOptions()
         # What rank 0 knows without asking again, by (step, save id): what the other place has, or
         # had until it was deleted there, or has a later save of that overwrote it; and the local
@@ -143,11 +144,8 @@ class Mirror:
         return found
 
     def upload(self, ranks: Ranks, up_to: int | None = None) -> None:
-        """Copy all local steps that are not in the other place, and that retention keeps, oldest
-        first; then delete what retention does not keep, in both places, of the steps up to the one
-        that was saved just now. A call of all ranks.
-
-        A local step that is damaged is said in the log, once, and stays: no later save mends it.
+        """Copy the local steps that the other place lacks and retention keeps, oldest first; then
+        delete what it does not keep, in both places, up to the step that was saved just now.
         """
         with _leaving(ranks):
             steps = ranks.share(lambda: self._pending(up_to))
@@ -158,14 +156,9 @@ class Mirror:
                 ranks.wait()
         except CkptkitError:
             # One that cannot be copied must not keep all others for ever.
-            with suppress(CkptkitError):
-                self._prune(ranks, up_to)
-            raise
-        try:
             self._prune(ranks, up_to)
-        except CkptkitError as error:
-            error.what = f"steps were copied, but older ones not deleted: {error.what}"
             raise
+        self._prune(ranks, up_to)
 
     def _claim(self) -> None:
         """Write down which run the folder belongs to; steps of two runs must never mix."""
@@ -248,8 +241,10 @@ class Mirror:
     def _copy(self, step: int, ranks: Ranks) -> None:
         started = time.perf_counter()
         self._failed.add(step)
+        overwrite = self._options.overwrite or step in self.replaceable
+        options = replace(self._options, overwrite=overwrite)
         try:
-            copied = copy_step(self.local, self.remote, step, ranks, self._options)
+            copied = copy_step(self.local, self.remote, step, ranks, options)
         except UnsoundStepError as error:
             # No attempt to copy it again will mend it: other steps go on without it.
             self._failed.discard(step)
@@ -260,18 +255,24 @@ class Mirror:
                 self._report(step, error.save_id, error)
             return
         self._failed.discard(step)
+        self.replaceable -= {step}
         if ranks.rank == 0:
             # By now the local folder may have another save of the step, which has not arrived.
             self._arrived.add((step, copied.save_id))
-            seconds, place = time.perf_counter() - started, self.remote.location
+            seconds = time.perf_counter() - started
             what = "copied step %d to %s: %.3f GB by rank 0 in %.2f s"
-            log.info(what, step, place, copied.nbytes / 1e9, seconds)
+            log.info(what, step, self.remote.location, copied.nbytes / 1e9, seconds)
 
     def _prune(self, ranks: Ranks, up_to: int | None) -> None:
-        rules = self.retention
         if up_to is None or ranks.rank > 0:
             return
-        if not rules.is_all:
+        try:
+            self._delete_old(up_to)
+        except CkptkitError as error:
+            log.error("older steps could not be deleted: %s", in_one_line(error))
+
+    def _delete_old(self, up_to: int) -> None:
+        if not (rules := self.retention).is_all:
             prune(self.remote, rules, up_to=up_to)
         if rules.nearby.is_all:
             return
@@ -492,9 +493,8 @@ class _Copying:
                     f"{info.size} bytes were sent, {size or 'none'} have arrived",
                     where=described(self._target, f"{self._folder}/{info.name}"),
                 )
-        overwrite = self._options.overwrite
         try:
-            commit(self._to, self._manifest, overwrite=overwrite)
+            commit(self._to, self._manifest, overwrite=self._options.overwrite)
         except StepExistsError:
             discard(self._to, self.save_id)
             raise

@@ -6,6 +6,7 @@ writes its boxes as its pack, and the step is committed as any other: by all of 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ckptkit.checkpoint.places import Place
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together, in_one_line
 from ckptkit.checkpoint.rules_file import fitting_presets, of_first_layer
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, uncollected
@@ -59,6 +60,8 @@ from ckptkit.plugins.dcp.names import (
     objects_of,
 )
 from ckptkit.storage import Options
+
+log = logging.getLogger("ckptkit.plugins")
 
 
 class ToldArray(NamedTuple):
@@ -214,8 +217,9 @@ class DcpWriter(StorageWriter):
             run = Run(self._target.store())
             run.prune(keep_last=keep_last, keep_every=keep_every, up_to=self._target.step)
         except CkptkitError as error:
-            error.what = f"the step was saved, but older ones could not be deleted: {error.what}"
-            raise
+            # The next save tries again: no training ends because of this.
+            what = "step %d was saved, but older ones could not be deleted: %s"
+            log.error(what, self._target.step, in_one_line(error))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
