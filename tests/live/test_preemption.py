@@ -73,15 +73,23 @@ def test_a_save_that_fails_does_not_swallow_the_signal(tmp_path: Path) -> None:
     assert ended.value.code == 143
 
 
+def begin(told: int) -> None:
+    os.write(told, b"!")
+    time.sleep(60)
+
+
 @pytest.mark.parametrize("mode", ["save", "finish"])
 def test_a_copy_of_the_process_ends_by_the_signal(tmp_path: Path, mode: str) -> None:
     """As workers do, which have no part in a save that is under way."""
+    begun = os.pipe()
     with Checkpointer(tmp_path, asynchronous=True, on_sigterm=mode) as each, held_up() as go:
         each.save(1, state=value(1))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of copies beside threads
-            copied = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            copied = multiprocessing.get_context("fork").Process(target=begin, args=(begun[1],))
             copied.start()
+        # What comes while Python still copies the process is forgotten by Python itself.
+        assert os.read(begun[0], 1)
         copied.terminate()
         copied.join(20)
         go.set()
@@ -89,6 +97,8 @@ def test_a_copy_of_the_process_ends_by_the_signal(tmp_path: Path, mode: str) -> 
             assert copied.exitcode == -signal.SIGTERM
         finally:
             copied.kill()
+            for end in begun:
+                os.close(end)
 
 
 def test_asking_without_listening_is_refused(tmp_path: Path) -> None:
