@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,14 @@ CLOSED = "error: stdout: the output cannot be written: Bad file descriptor\n"
 LINES = {
     "ls": ["{run}"],
     "show": ["{run}"],
+    "view": ["{run}", "--out", "{new}"],
     "verify": ["{run}"],
     "diff": ["{run}", "{run}"],
     "reshard": ["{run}", "{new}", "--to", "fsdp:3"],
     "rules": ["{run}", "--to", "fsdp:3"],
     "commit": ["{sliced}"],
+    "import": ["{exported}", "{new}"],
+    "export": ["{run}", "{new}", "--to-format", "safetensors"],
     "unpack": ["{run}", "{new}"],
     "prune": ["{run}"],
     "rebuild": ["{lost}"],
@@ -38,12 +42,17 @@ LINES = {
 
 @pytest.fixture
 def places(run: Path, tmp_path: Path) -> dict[str, Path]:
-    """A run, a place for another, packs without a manifest, and a step that has lost its own."""
+    """A run, a place for another, packs without a manifest, a step that has lost its own, and what
+    another program reads.
+    """
     sliced = tmp_path / "sliced"
     assert ckpt("reshard", run, sliced, "--to", "fsdp:2", "--engine", "slice:0/1").exit_code == 0
     lost = Path(shutil.copytree(run / "step-0000000010", tmp_path / "step-0000000010"))
     (lost / "manifest.msgpack").unlink()
-    return {"run": run, "new": tmp_path / "new", "sliced": sliced, "lost": lost}
+    exported = tmp_path / "model.safetensors"
+    assert ckpt("export", run, exported, "--to-format", "safetensors").exit_code == 0
+    new = tmp_path / "new"
+    return {"run": run, "new": new, "sliced": sliced, "lost": lost, "exported": exported}
 
 
 def line_of(name: str, places: dict[str, Path]) -> list[str]:
@@ -207,8 +216,10 @@ def powerless() -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
-    for name in COMMANDS:  # what is imported later may lie where nobody may read
+    # What is imported later may lie where nobody may read.
+    for name in COMMANDS:
         ckpt(name, "--help")
+    import_module("ckptkit.checkpoint.reshard.engines")
     os.seteuid(65534)
     try:
         yield
@@ -221,7 +232,7 @@ def powerless() -> Iterator[None]:
 def test_what_may_not_be_read_is_the_storages_fault(
     name: str, what: str, tmp_path: Path, run: Path, request: pytest.FixtureRequest
 ) -> None:
-    places = dict.fromkeys(("run", "new", "lost", "sliced"), run)
+    places = dict.fromkeys(("run", "new", "lost", "sliced", "exported"), run)
     for path in [run, *run.rglob("*")]:
         path.chmod(0 if what == "folder" or path.suffix == ".msgpack" else 0o755)
     tmp_path.chmod(0o755)
