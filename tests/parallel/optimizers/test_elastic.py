@@ -34,7 +34,7 @@ JOB = "tests.parallel.optimizers.elastic_job"
 # find there and cannot reach.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # Who comes late joins later, and who is gone is missed after 4 s.
-RENDEZVOUS = "last_call_timeout=2,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=4"
+RENDEZVOUS = "last_call_timeout=2,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=10"
 
 
 def uninterrupted() -> dict[int, float]:
