@@ -55,12 +55,12 @@ def benches(folder: Path, gib: float, repeat: int) -> Iterator[Callable[[], Sect
     narrower = _TRIAL_SHRINK if gib < _TRIAL_GIB else 1
     yield partial(export, folder, _parameters(1.75 * gib, narrower), repeat)
     usual, wide = _parameters(gib, narrower), _wide(narrower)
-    for strategy, tensors, what, notes in (
-        ("fsdp", usual, "fsdp:2", (_LOAD_NOTE,)),
-        ("tp", wide, "tp:2", (_LOAD_NOTE, _WIDE_NOTE)),
-        ("tp", usual, "", (_LOAD_NOTE,)),
+    for strategy, tensors, width, notes in (
+        ("fsdp", usual, "Llama 2 7B", (_LOAD_NOTE,)),
+        ("tp", wide, "Llama 3.1 405B", (_LOAD_NOTE, _WIDE_NOTE)),
+        ("tp", usual, "Llama 2 7B", (_LOAD_NOTE,)),
     ):
-        yield partial(_load, folder, strategy, tensors, what, notes, repeat)
+        yield partial(_load, folder, strategy, tensors, width, notes, repeat)
     yield partial(show, folder, repeat)
     if PYTHON:
         yield partial(zero, folder, PYTHON, (16, 4096 // narrower), repeat)
@@ -107,11 +107,11 @@ def _load(
     folder: Path,
     strategy: str,
     tensors: list[Tensor],
-    what: str,
+    width: str,
     notes: tuple[str, ...],
     repeat: int,
 ) -> Section:
-    """A Hugging Face folder into a model on two ranks; bars only where it has a name."""
+    """A Hugging Face folder into a model on two ranks."""
     with Job(folder / strategy, [f"{strategy}, model"], 2, tensors) as job:
         names = [*_LOADERS, *(name for name in job.loaders() if "read floor" in name)]
         measured = job.loads(names, repeat)
@@ -122,20 +122,17 @@ def _load(
     best, ours = measured.median(floor), measured.median(_OURS)
     peer = min(measured.median(name) for name in _LOADERS if name != _OURS)
     ratio = max(a / b for a, b in zip(read, needed, strict=True))
-    size, bars = total_bytes(tensors), list[Bar]()
-    if what:
-        what = f"load of a Hugging Face folder, {what}"
-        bars = [
+    size = total_bytes(tensors)
+    what = f"load of a Hugging Face folder, {strategy}:2, as wide as {width}"
+    return Section(
+        f"Hugging Face → {strategy}:2, {size / 1e9:.2f} GB as wide as {width}",
+        speed_columns(floor),
+        speeds(shown, size, floor),
+        [
             Bar(f"{what}: speed / preadv floor", best / ours, 0.8),
             Bar(f"{what}: speed / HuggingFaceStorageReader", peer / ours, 3),
             Bar(f"{what}: bytes read / needed", ratio, 1.05, at_least=False),
-        ]
-    of = "Llama 3.1 405B" if _WIDE_NOTE in notes else "Llama 2 7B"
-    return Section(
-        f"Hugging Face → {strategy}:2, {size / 1e9:.2f} GB as wide as {of}",
-        speed_columns(floor),
-        speeds(shown, size, floor),
-        bars,
+        ],
         [*notes, f"Bytes read / needed: {ratio:.3f}."],
         measured.seconds,
         measured.cpu,
