@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import ForeignArray
-from ckptkit.foreign.pickles.interpreter import Placeholder
+from ckptkit.foreign.pickles.globals import Placeholder
 from ckptkit.model import (
     Axis,
     Box,

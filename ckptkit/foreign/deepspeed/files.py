@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.errors import FormatError
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.pickles.interpreter import Placeholder
+from ckptkit.foreign.pickles.globals import Placeholder
 from ckptkit.foreign.torch_file import read_file
 from ckptkit.model import document
 

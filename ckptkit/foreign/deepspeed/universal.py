@@ -15,7 +15,7 @@ from ckptkit.foreign.deepspeed.files import MIXED, UNIVERSAL, TagFiles
 from ckptkit.foreign.deepspeed.model_parallel import same_on_all
 from ckptkit.foreign.deepspeed.zero import Zero
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.pickles.interpreter import Placeholder
+from ckptkit.foreign.pickles.globals import Placeholder
 from ckptkit.foreign.states import StateTensor
 from ckptkit.foreign.torch_file import read_file
 from ckptkit.model import Box, document

@@ -27,7 +27,7 @@ from ckptkit.foreign.deepspeed.pieces import (
     text_of,
 )
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.pickles.interpreter import Placeholder
+from ckptkit.foreign.pickles.globals import Placeholder
 from ckptkit.foreign.samples import check_paddings
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, document

@@ -17,8 +17,7 @@ from typing import Any
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep, c_order
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.pickles.globals import Global
-from ckptkit.foreign.pickles.interpreter import Placeholder
+from ckptkit.foreign.pickles.globals import Global, Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
 from ckptkit.foreign.readers.megatron_buckets import BUCKETS, differing, placed_in
 from ckptkit.foreign.spread import placed_by_writers
