@@ -9,18 +9,25 @@ import pickletools
 import random
 import tracemalloc
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptkit.errors import FormatError
 from ckptkit.foreign.pickles import interpreter
-from ckptkit.foreign.pickles.globals import Global
-from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
+from ckptkit.foreign.pickles.globals import Global, Placeholder
+from ckptkit.foreign.pickles.interpreter import read_pickle
 
 
 def read(data: bytes) -> Any:
@@ -169,6 +176,95 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         warnings.simplefilter("ignore")  # that there is one process only
         save(state, checkpoint_id=folder, no_dist=True)
     return (folder / ".metadata").read_bytes()
+
+
+def whole(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """A value with all that is in its placeholders, so that two can be compared."""
+    if id(value) in above:
+        return f"{len(above) - above.index(id(value))} levels up"
+    above = (*above, id(value))
+    if isinstance(value, Placeholder):
+        parts = (value.args, value.state, value.items)
+        return value.name, *(whole(part, above) for part in parts)
+    if isinstance(value, dict):
+        return [(whole(key, above), whole(item, above)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *(whole(item, above) for item in value)]
+    return repr(value)
+
+
+def metadata_of(entries: dict[str, Any]) -> bytes:
+    return pickle.dumps(Metadata(entries), protocol=4)
+
+
+def entry_of(size: Sequence[int], parts: int, dtype: torch.dtype = torch.float32) -> Any:
+    rows, rest = size[0] // parts, size[1:]
+    chunks = [
+        ChunkStorageMetadata(torch.Size([n * rows, *[0] * len(rest)]), torch.Size([rows, *rest]))
+        for n in range(parts)
+    ]
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(size), chunks)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_comes_again_is_the_same_value(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is alike in the pickle: names, sizes, types, numbers of parts, objects between."""
+    dice = random.Random(seed)
+    entries: dict[str, Any] = {}
+    for number in range(300):
+        size = [dice.choice([8, 16, 600]) for _ in range(dice.randint(1, 3))]
+        dtype = dice.choice([torch.float32, torch.bfloat16])
+        entry = entry_of(size, dice.choice([1, 2, 4]), dtype)
+        name = f"{number}." + "x" * dice.choice([1, 1, 80, 300])
+        entries[name] = dice.choice([entry] * 8 + [BytesStorageMetadata(), (name, entry), [name]])
+    if seed % 2:  # the same object twice is one place of the memo
+        entries |= {f"again.{name}": entry for name, entry in entries.items()}
+    data = metadata_of(entries)
+    found = read(data)
+    told = [(name, whole(value)) for name, value in found.fields()["state_dict_metadata"].items()]
+    assert [name for name, _ in told] == list(entries)
+    for name, value in told:
+        alone = read(pickle.dumps(entries[name], protocol=4))
+        assert value == whole(alone)
+    monkeypatch.setattr(interpreter, "_AGAIN", 0)
+    assert whole(found) == whole(read(data))
+
+
+def test_alike_tensors_are_one_value() -> None:
+    found = read(metadata_of({f"layers.{n}": entry_of([8, 4], 2) for n in range(9)}))
+    entries = list(found.fields()["state_dict_metadata"].values())
+    # In the pickle of the first one stand the names of attributes.
+    assert len({id(entry) for entry in entries}) == 2
+
+
+def test_what_has_changed_meanwhile_does_not_come_again() -> None:
+    """What stands at a place of the memo may be another one then."""
+    named = b"\x8c\x01%c\x94"
+    entry = b"h\x00)\x81\x94}h\x01h\x02sb"
+    begin = b"\x80\x04ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n\x940"
+    begin += b"\x8c\x01k\x940K\x05\x940("
+    same = read(begin + b"".join(named % key + entry for key in b"abc") + b"d.")
+    assert [it.state for it in same.values()] == [{"k": 5}] * 3
+    assert same["b"] is same["a"]
+    put = b"K\x07q\x020"
+    other = read(
+        begin + named % b"a" + entry + named % b"b" + put + entry + named % b"c" + entry + b"d."
+    )
+    assert [it.state for it in other.values()] == [{"k": 5}, {"k": 7}, {"k": 7}]
+
+
+def test_bytes_that_take_a_key_along_are_no_value_of_their_own() -> None:
+    made = b"h\x00)\x81\x94}b"
+    begin = b"\x80\x04ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n\x940]("
+    # Each text becomes part of a tuple, and what lies behind it is a value for itself.
+    pair = b"\x85\x94" + made
+    keys = b"abcd"
+    found = read(begin + b"".join(b"\x8c\x01%c\x94" % key + pair for key in keys) + b"e.")
+    assert found[::2] == [(chr(key),) for key in keys]
+    # Here the first value is put into a pair with its key, and is meant again in the second pair.
+    again = b"h\x00)\x81\x94\x86h\x02}b"
+    with pytest.raises(FormatError, match="state"):
+        read(begin + b"".join(b"\x8c\x01%c\x94" % key + again for key in b"abc") + b"e.")
 
 
 def mutated(data: bytes, dice: random.Random) -> bytes:

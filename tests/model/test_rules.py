@@ -9,8 +9,7 @@ import yaml
 
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import Cut, Experts, Pipeline, Replicate, Rule, Rules, Shard
-from ckptkit.model.expression import Expression, sizes_of
-from ckptkit.model.rules import fits
+from ckptkit.model.rules import Expression, fits, sizes_of
 
 TEXT = r"""
 rules:

@@ -5,7 +5,7 @@ that is told and not made, or a plain value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 DTYPES = {
@@ -136,6 +136,30 @@ class Global:
     """A global that a pickle names and does not call, such as the class of a storage."""
 
     name: str
+
+
+@dataclass(slots=True, eq=False)
+class Placeholder:
+    """What a pickle would make by a call: the name of what it calls, with what it would pass."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any = field(default=None, repr=False)
+    """What would become its attributes; it may refer back to the placeholder."""
+    items: list[Any] = field(default_factory=list)
+    """What would be put into it; of maps pairs."""
+
+    @property
+    def kind(self) -> str:
+        """The last part of its name."""
+        return self.name.rpartition(".")[2]
+
+    def fields(self) -> dict[str, Any]:
+        """Its attributes, as far as its state tells them."""
+        if type(self.state) is dict:
+            return self.state
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        return {k: v for part in parts if isinstance(part, dict) for k, v in part.items()}
 
 
 def _mapping(items: Any = ()) -> dict[Any, Any]:

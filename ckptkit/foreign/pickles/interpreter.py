@@ -11,8 +11,8 @@ value.
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import FormatError
@@ -24,6 +24,7 @@ from ckptkit.foreign.pickles.globals import (
     STORAGES,
     VALUES,
     Global,
+    Placeholder,
 )
 
 MOST_DEPTH = 64
@@ -39,34 +40,12 @@ _OWN_HASH = 2**61 - 1
 _MOST_ALIKE = 1 << 10
 # A longer text counts as an item for so many of its bytes.
 _LONG, _ITEM_BYTES = 64, 8
+# Values that may come again, how many and of what length.
+_AGAIN, _MOST_AGAIN = 32, 1 << 14
 # Four times for each tensor of DCP: a tuple is memoized, put into another, that is memoized, a
 # function called with it, the result memoized.
 _REST_OF_SIZE, _SIZE = b"\x94\x85\x94R\x94", Global("torch.Size")
 _INT32, _UINT32, _FLOAT64 = struct.Struct("<i"), struct.Struct("<I"), struct.Struct(">d")
-
-
-@dataclass(slots=True, eq=False)
-class Placeholder:
-    """What a pickle would make by a call: the name of what it calls, with what it would pass."""
-
-    name: str
-    args: tuple[Any, ...]
-    state: Any = field(default=None, repr=False)
-    """What would become its attributes; it may refer back to the placeholder."""
-    items: list[Any] = field(default_factory=list)
-    """What would be put into it; of maps pairs."""
-
-    @property
-    def kind(self) -> str:
-        """The last part of its name."""
-        return self.name.rpartition(".")[2]
-
-    def fields(self) -> dict[str, Any]:
-        """Its attributes, as far as its state tells them."""
-        if type(self.state) is dict:
-            return self.state
-        parts = self.state if isinstance(self.state, tuple) else (self.state,)
-        return {k: v for part in parts if isinstance(part, dict) for k, v in part.items()}
 
 
 def read_pickle(
@@ -109,6 +88,10 @@ class _Interpreter:
         self.hashes: set[tuple[int, int]] = set()
         """The hashes of keys, each with the map that it is in; keys that are `alike` share one."""
         self.alike = 0
+        self.last: tuple[str, int, int, int, int] | None = None
+        """The last key, where its value begins, and the lengths of stack, marks and memo there."""
+        self.again: deque[tuple[bytes, Any, list[Any]]] = deque(maxlen=_AGAIN)
+        """What followed keys, byte by byte, with its value and what it put into the memo."""
         self.inside: set[int] = set()
         """Those that are inside of others. They do not change any more, but for the states of
         placeholders: so no value is ever inside of itself, and what was counted stays right.
@@ -211,6 +194,35 @@ class _Interpreter:
         if length > _LONG:
             self.known[id(value)] = (value, length // _ITEM_BYTES, 0)
         self.stack.append(value)
+
+    def remember(self, end: int) -> None:
+        """Remember the value of the last key, which ends here, where nothing can change it."""
+        if self.last is None or self.data[end - 1] != _BUILD or end - self.last[1] > _MOST_AGAIN:
+            return
+        key, begin, depth, marks, memoized = self.last
+        value, made = self.stack[-1], self.memo[memoized:]
+        alone = [len(self.stack), len(self.below)] == [depth + 1, marks] and self.stack[-2] is key
+        calls = [it for it in made if type(it) is Placeholder]
+        # It was made first, and all in it has its state, so that none will get another.
+        if alone and calls[:1] == [value] and all(it.state is not None for it in calls):
+            self.inside.add(id(value))
+            self.again.append((self.data[begin:end], value, made))
+
+    def value_of(self, key: str) -> None:
+        """Layers are alike: where the bytes behind another key come again, so does the value.
+
+        What they take from the memo is what was taken the first time.
+        """
+        self.memo.append(key)
+        self.at += 1
+        for data, value, made in self.again:
+            if self.data.startswith(data, self.at):
+                self.at += len(data)
+                self.stack.append(value)
+                self.memo += made
+                self.last = None
+                return
+        self.last = key, self.at, len(self.stack), len(self.below), len(self.memo)
 
     def integer(self, length: int) -> None:
         if length > _MOST_NUMBER_BYTES:
@@ -330,6 +342,9 @@ class _Interpreter:
         # Every pickler fills them in turn, so that they are a list.
         if place > len(self.memo):
             raise ValueError("a place of the memo is left out")
+        if place < len(self.memo):
+            self.last = None
+            self.again.clear()
         self.memo[place : place + 1] = [self.stack[-1]]
 
     def persist(self) -> None:
@@ -412,13 +427,13 @@ def _short_text(it: _Interpreter) -> None:
     at, data = it.at, it.data
     length = data[at]
     it.at = end = at + 1 + length
-    if end > len(data):
+    if end >= len(data):
         raise ValueError("a text reaches past the end")
     text = data[at + 1 : end].decode("utf-8", "surrogatepass")
-    if length > _LONG:
-        it.long(text, length)
-    else:
-        it.stack.append(text)
+    it.remember(at - 1)
+    it.long(text, length)
+    if data[end] == _MEMOIZE:
+        it.value_of(text)
 
 
 def _byte_string(length: int) -> Callable[[_Interpreter], None]:
@@ -430,6 +445,7 @@ def _byte_string(length: int) -> Callable[[_Interpreter], None]:
 
 
 _STOP, _MEMOIZE, _GET, _GET_LONG, _SMALL_NUMBER = ord("."), 0x94, ord("h"), ord("j"), ord("K")
+_BUILD = ord("b")
 # What each opcode does; those that are not here are refused.
 _ACTIONS: dict[int, Callable[[_Interpreter], object]] = {
     0x80: _Interpreter.protocol,

@@ -17,7 +17,8 @@ from typing import Any
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import DCP_METADATA, Folder
-from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
+from ckptkit.foreign.pickles.globals import Placeholder
+from ckptkit.foreign.pickles.interpreter import read_pickle
 from ckptkit.foreign.spread import by_boxes
 from ckptkit.foreign.states import Path, StateTensor, counted, put, reason, states_of
 from ckptkit.foreign.torch_file import (
@@ -167,6 +168,8 @@ def contents_of(folder: Folder) -> Contents:
     parts: dict[str, list[tuple[str, Box, _Item, DType]]] = {}
     tensors: dict[str, tuple[tuple[int, ...], DType, list[Extent]]] = {}
     objects: dict[str, _Item] = {}
+    # Tensors of the same shape, spread in the same way, are one entry where the pickle allows it.
+    described: dict[int, tuple[tuple[int, ...], DType, list[Box]]] = {}
     for name, entry in entries.items():
         where = f"{folder.store.location}: {name}"
         if entry.kind == "BytesStorageMetadata":
@@ -179,7 +182,9 @@ def contents_of(folder: Folder) -> Contents:
                 )
             objects[name] = item
             continue
-        shape, dtype, boxes = _described(entry, where)
+        if id(entry) not in described:
+            described[id(entry)] = _described(entry, where)
+        shape, dtype, boxes = described[id(entry)]
         tensors[name] = (shape, dtype, [])
         for box in boxes:
             item = items.get((name, box.offset))
@@ -271,9 +276,13 @@ def _metadata(
                 parts = [it.fields().get("chunks") for it in (entry, entries[name])]
                 if not all(isinstance(chunks, list) for chunks in parts):
                     raise FormatError("not what DCP says of a tensor", where=f"{where}: {name}")
-                entry.fields()["chunks"] = [chunk for chunks in parts for chunk in chunks or ()]
+                # Others may be of the same value: only this one gets the parts of all ranks.
+                chunks = [chunk for chunks in parts for chunk in chunks or ()]
+                fields = entry.fields() | {"chunks": chunks}
+                entries[name] = Placeholder(entry.name, entry.args, fields)
                 of_several.add(name)
-            entries[name] = entry
+            else:
+                entries[name] = entry
         for index, info in _map(said.get("storage_data"), where).items():
             items.setdefault(*_stored(index, info, inside, where))
         paths |= {

@@ -28,8 +28,7 @@ from ckptkit.checkpoint.rules_file import load_rules
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import Cut, Replicate, Rules, Shard
 from ckptkit.model.document import located
-from ckptkit.parallel.strategies.batches import mapped, opened, tensors_of
-from ckptkit.parallel.strategies.options import StrategyOptions
+from ckptkit.parallel.strategies.options import StrategyOptions, mapped, opened, tensors_of
 
 _KNOWN = (nn.Linear, nn.Embedding)
 _OUTPUT = "the output"
