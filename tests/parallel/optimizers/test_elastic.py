@@ -126,9 +126,20 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What workers need to begin at once: they would import for most of the time."""
+    """What torchruns and workers need to begin at once: they would import for most of the time."""
     with warm.warm(JOB, tmp_path_factory.mktemp("warm"), ENVIRONMENT) as environment:
         yield environment
+
+
+class Torchrun(subprocess.Popen[bytes]):
+    """Asks for a torchrun, which writes down its number: its workers are not this one's."""
+
+    place: Path
+
+    @property
+    def number(self) -> int:
+        """Of the torchrun, once it has begun."""
+        return int(self.place.read_text()) if self.place.exists() else self.pid
 
 
 @contextmanager
@@ -136,16 +147,19 @@ def agent(
     *arguments: object, folder: Path, replicas: str, started: dict[str, str], timeout: int = 30
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A torchrun of workers; it and they are gone at the end, whatever happens."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1"]
-    command += [*map(str, arguments), warm.__file__, str(folder), replicas, str(timeout)]
-    with (folder / f"agent-{time.time_ns()}.log").open("wb") as log:
-        process = subprocess.Popen(
+    command = [sys.executable, warm.__file__, "-m", "torch.distributed.run"]
+    command += ["--monitor-interval", "0.1", *map(str, arguments)]
+    command += [warm.__file__, str(folder), replicas, str(timeout)]
+    name = folder / f"agent-{time.time_ns()}"
+    with name.with_suffix(".log").open("wb") as log:
+        process = Torchrun(
             command,
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=os.environ | ENVIRONMENT | started,
+            env=os.environ | ENVIRONMENT | started | {"AGENT": f"{name}.pid"},
         )
+        process.place = name.with_suffix(".pid")
         try:
             yield process
         finally:
@@ -154,7 +168,8 @@ def agent(
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Kill a torchrun with its workers, as a machine that fails does."""
-    for pid in (*children(process.pid), process.pid):
+    number = process.number if isinstance(process, Torchrun) else process.pid
+    for pid in (*children(number), number, process.pid):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -323,7 +338,8 @@ def test_the_example_goes_on_when_a_machine_is_lost(tmp_path: Path, gone: int) -
 def test_the_example_goes_on_where_it_was(tmp_path: Path, started: dict[str, str]) -> None:
     for steps, start in ((20, 0), (30, 20)):
         job = (FOLDER / "elastic.py", "--dir", tmp_path / "run", "--steps", steps)
-        out = output_of(*TORCHRUN, "--nproc-per-node", 2, warm.__file__, *job, **started)
+        torchrun = (warm.__file__, *TORCHRUN, "--nproc-per-node", 2)
+        out = output_of(*torchrun, warm.__file__, *job, **started)
         assert len(re.findall(rf"from step {start}(?!\d)", out)) == 2
         assert list(losses(out)) == list(range(start + 10, steps + 1, 10))
     mine = str(tmp_path).replace("/", "_")  # not what a run of these tests left that was killed

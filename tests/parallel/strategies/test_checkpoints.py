@@ -36,9 +36,10 @@ SPECS = (
     "pp:2,tp:2",
 )
 # One process, uneven shares, cuts along two axes, and stages that share out their optimizers: any
-# strategy goes on with what they saved, and one process with what any saved. All other pairs are
-# for long tests.
+# of these goes on with what they saved, any other with what the two of them did that are farthest
+# from one process, and one process with what any saved. All other pairs are for long tests.
 CORE = ("single", "fsdp:3", "tp:2,fsdp:2", "pp:2,zero1:2")
+FAR = CORE[-2:]
 HALF = STEPS // 2
 
 Saved = Callable[[str], str]
@@ -87,7 +88,8 @@ def saved(gloo: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 @pytest.mark.parametrize(
     ("target", "sources"),
     [
-        *((target, SPECS if target == "single" else CORE) for target in SPECS),
+        ("single", SPECS),
+        *((target, CORE if target in CORE else FAR) for target in SPECS[1:]),
         *(pytest.param(target, SPECS, marks=pytest.mark.long) for target in SPECS),
     ],
     ids=lambda value: value if isinstance(value, str) else f"of {len(value)}",

@@ -39,7 +39,7 @@ ON_FOUR = (
     "pp:2,tp:2",
 )
 ON_EIGHT = ("pp:2,tp:2,fsdp:2",)
-MORE_STEPS = 10
+MORE_STEPS = 6
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("pp:2", {"schedule": "gpipe"}),
     ("pp:2", {"schedule": "interleaved"}),
