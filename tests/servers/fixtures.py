@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 
+import botocore.session
 import pytest
 
 from tests.servers.certificate import Certificate
@@ -17,6 +19,9 @@ from tests.servers.s3_server import Bucket
 
 # The emulator does not know what gcsfs asks for otherwise; gcsfs looks when it is imported.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+# Each new client would read megabytes of descriptions, which are the same for all.
+botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 
 @pytest.fixture(scope="session")
