@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
@@ -24,7 +25,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ckptkit
 from ckptkit.checkpoint.export import export as engine
@@ -37,9 +37,9 @@ from tests.live.pool import Pool
 from tests.servers.s3_server import Bucket
 
 
-def llama(*, tied: bool) -> LlamaForCausalLM:
+def llama(*, tied: bool) -> transformers.LlamaForCausalLM:
     torch.manual_seed(3)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=11,
@@ -48,10 +48,10 @@ def llama(*, tied: bool) -> LlamaForCausalLM:
         vocab_size=64,
         tie_word_embeddings=tied,
     )
-    return LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
 
 
-def step_of(model: LlamaForCausalLM, run: Path) -> Path:
+def step_of(model: transformers.LlamaForCausalLM, run: Path) -> Path:
     """A step of the model's weights, cut over ranks, and of optimizer state."""
     cut = {"fsdp": "shard(0)"}
 
@@ -92,7 +92,7 @@ def test_transformers_opens_the_folder_and_computes_the_same(tied: bool, tmp_pat
     )  # fmt: skip
     other = {"name": "lm_head.weight", "written_as": "model.embed_tokens.weight"}
     assert found["tied"] == ([other] if tied else [])
-    loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     again, said = loaded
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
@@ -123,7 +123,7 @@ def test_a_step_with_other_names_opens_in_transformers_too(tmp_path: Path) -> No
     with ckptkit.open(megatron) as checkpoint:
         assert "model/decoder.layers.10.self_attention.linear_qkv.weight" in checkpoint
     ckpt("export", megatron, out, "--to-format", "hf", "--with", tmp_path / "first", *names)
-    again = AutoModelForCausalLM.from_pretrained(out)
+    again = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(logits(again), logits(model))
 
 
@@ -142,7 +142,9 @@ def test_what_transformers_will_not_tie_is_written_under_both_names(
     assert found["tied"] == []
     if says is None:
         shutil.copy(tmp_path / "first" / "config.json", tmp_path / "out")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     again, said = loaded
     assert not said["missing_keys"]
     assert not again.config.tie_word_embeddings

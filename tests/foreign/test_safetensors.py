@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 import ckptkit
 from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
@@ -88,7 +88,7 @@ class TestHuggingFaceFolder(ForeignContract):
     @classmethod
     def sample(cls, tmp_path_factory: pytest.TempPathFactory) -> Sample:
         """What transformers writes, with a config, an index, and files next to the model."""
-        config = LlamaConfig(
+        config = transformers.LlamaConfig(
             hidden_size=32,
             intermediate_size=64,
             num_hidden_layers=2,
@@ -96,7 +96,7 @@ class TestHuggingFaceFolder(ForeignContract):
             num_key_value_heads=2,
             vocab_size=64,
         )
-        model = LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(config)
         model.bfloat16()
         folder = tmp_path_factory.mktemp("hf")
         model.save_pretrained(folder, max_shard_size="20KB")

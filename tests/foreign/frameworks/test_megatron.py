@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
@@ -258,8 +258,8 @@ def test_transformers_computes_what_megatron_does(written: Path, tmp_path: Path)
     run, out = written / "reshardable", tmp_path / "hf"
     names = ("--names", "llama-megatron")
     assert ckpt("export", run, out, "--to-format", "hf", *names).exit_code == 0
-    LlamaConfig(**LLAMA).save_pretrained(out)
-    model: Any = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    transformers.LlamaConfig(**LLAMA).save_pretrained(out)
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
     with np.load(written / "reshardable.logits.npz") as file, torch.no_grad():
         logits = model(torch.from_numpy(file["words"])).logits.numpy()
         np.testing.assert_allclose(logits, file["logits"][..., :30], atol=1e-5)
@@ -289,8 +289,8 @@ def test_transformers_computes_what_the_experts_of_megatron_do(
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     }
-    MixtralConfig(**LLAMA | experts).save_pretrained(out)
-    model: Any = MixtralForCausalLM.from_pretrained(out, dtype=torch.float32)
+    transformers.MixtralConfig(**LLAMA | experts).save_pretrained(out)
+    model: Any = transformers.MixtralForCausalLM.from_pretrained(out, dtype=torch.float32)
     with np.load(written / "singletons.logits.npz") as file, torch.no_grad():
         logits = model(torch.from_numpy(file["words"])).logits.numpy()
         np.testing.assert_allclose(logits, file["logits"][..., :30], atol=1e-5)
@@ -306,7 +306,7 @@ def test_transformers_computes_what_the_experts_of_megatron_do(
 def test_a_job_of_torch_goes_on_with_it(written: Path, tmp_path: Path) -> None:
     names = ckptkit.Selection(names="llama-megatron", exclude=("optimizer/*/param",))
     ckptkit.reshard(written / "reshardable", tmp_path, to="single", selection=names)
-    model: Any = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3.0)
     load(tmp_path, model=model, optimizer=optimizer, cast=True)
     assert optimizer.param_groups[0]["lr"] == 0.01

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
+import transformers
 
 import ckptkit
 from tests.foreign.contract import ForeignContract, Sample, same
@@ -83,7 +83,9 @@ def test_transformers_loads_again_what_was_saved_for_another_layout(
     ckptkit.reshard(tmp_path / "fsdp", tmp_path / "tp", to="tp:2", sizes={"head_dim": 2})
     out = tmp_path / "out"
     ckptkit.export(tmp_path / "tp", out, to_format="hf", beside=place, max_file_size="2KB")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        out, dtype="auto", output_loading_info=True
+    )
     model, said = loaded
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
