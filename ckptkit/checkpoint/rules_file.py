@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import yaml
 
 from ckptkit.errors import RulesError, nearest
-from ckptkit.model import Rules, Strategy
+from ckptkit.model import Strategy
 from ckptkit.model.expression import sizes_of
-from ckptkit.model.rules import fits
+from ckptkit.model.rules import Rules, fits
 
 RulesLike: TypeAlias = Rules | Mapping[str, Any] | str | os.PathLike[str]
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from ckptkit.errors import LayoutError, RulesError
-from ckptkit.model import Cut, Experts, Pipeline, Replicate, Rule, Rules, Shard
+from ckptkit.model import Replicate, Shard
 from ckptkit.model.expression import Expression, sizes_of
-from ckptkit.model.rules import fits
+from ckptkit.model.rules import Cut, Experts, Pipeline, Rule, Rules, fits
 
 TEXT = r"""
 rules:
