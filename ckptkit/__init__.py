@@ -17,9 +17,14 @@ from ckptkit.errors import CkptkitError
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint.check.differences import ArrayDifference, Diff, ObjectDifference
+    from ckptkit.checkpoint.check.findings import (
+        ArrayDifference,
+        Diff,
+        Finding,
+        ObjectDifference,
+    )
     from ckptkit.checkpoint.check.state import Digest, diff, digest
-    from ckptkit.checkpoint.check.verify import Finding, rebuild, verify
+    from ckptkit.checkpoint.check.verify import rebuild, verify
     from ckptkit.checkpoint.export.export import Exported, export
     from ckptkit.checkpoint.export.files import unpack
     from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
@@ -42,9 +47,9 @@ if TYPE_CHECKING:
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
 # three times as long if it waited for all.
 _MODULES = {
-    "checkpoint.check.differences": ("ArrayDifference", "Diff", "ObjectDifference"),
+    "checkpoint.check.findings": ("ArrayDifference", "Diff", "Finding", "ObjectDifference"),
     "checkpoint.check.state": ("Digest", "diff", "digest"),
-    "checkpoint.check.verify": ("Finding", "rebuild", "verify"),
+    "checkpoint.check.verify": ("rebuild", "verify"),
     "checkpoint.export.export": ("Exported", "export"),
     "checkpoint.export.files": ("unpack",),
     "checkpoint.ranks": ("FileBarrier", "Ranks", "ThreadBarrier"),

@@ -94,7 +94,9 @@ def emit(lines: Iterable[str]) -> None:
         text = "\n".join(found)
         if not has_letters("…█"):
             text = text.translate(_PLAIN)
-        if has_colours():
+        # Whether stdout is a terminal that shows colours, and they are wanted.
+        is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        if screen_width() is not None and not is_plain:
             text = _STRATEGY.sub(
                 lambda part: f"\x1b[{_COLOURS.get(part[1], 31)}m{part[0]}\x1b[0m", text
             )
@@ -113,12 +115,6 @@ def remark(line: str) -> None:
 def screen_width() -> int | None:
     """The columns of the terminal that stdout is; None where it is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def has_colours() -> bool:
-    """Whether stdout is a terminal that shows colours, and they are wanted."""
-    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return screen_width() is not None and not is_plain
 
 
 def has_letters(letters: str) -> bool:

@@ -20,7 +20,7 @@ from ckptkit.activation.offload import HostMemory, Offloaded
 from ckptkit.activation.partition import Partition, group_for
 from ckptkit.activation.recompute import BufferCopies, Recomputed, Undo, selective
 from ckptkit.errors import UsageError
-from ckptkit.live.wrappers.entries import canonical_names, every_module
+from ckptkit.live.state.entries import canonical_names, every_module
 from ckptkit.live.wrappers.modules import CONTAINERS
 from ckptkit.live.wrappers.training import Model
 from ckptkit.model.document import parse_size

@@ -17,8 +17,7 @@ import yaml
 
 from ckptkit.errors import RulesError, nearest
 from ckptkit.model import Strategy
-from ckptkit.model.expression import sizes_of
-from ckptkit.model.rules import Rules, fits
+from ckptkit.model.rules import Rules, fits, sizes_of
 
 RulesLike: TypeAlias = Rules | Mapping[str, Any] | str | os.PathLike[str]
 

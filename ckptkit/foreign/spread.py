@@ -269,6 +269,36 @@ def _rows_of(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int | None:
     return rows if fits else None
 
 
+def by_ranks(
+    shape: tuple[int, ...], boxes: Mapping[int, Sequence[Box]], world: int
+) -> MeshPart | None:
+    """How a tensor lies over all ranks in a row, if each has what it has of a tensor that is cut
+    along one dim.
+    """
+    hulls = []
+    for rank, each in boxes.items():
+        begin = tuple(min(along) for along in zip(*(box.offset for box in each), strict=True))
+        end = tuple(max(along) for along in zip(*(box.stop for box in each), strict=True))
+        hulls.append((rank, Box(begin, tuple(b - a for a, b in zip(begin, end, strict=True)))))
+    return _in_a_row(shape, tuple(hulls), world)
+
+
+@cache
+def _in_a_row(
+    shape: tuple[int, ...], hulls: tuple[tuple[int, Box], ...], world: int
+) -> MeshPart | None:
+    strategy = Strategy(Mesh((Axis("a", "tp", world),)))
+    of_rank = dict(hulls)
+    for dim in range(len(shape)):
+        layout = layout_of(shape, strategy, (Shard(dim),))
+        if all(
+            layout.part(r).boxes[:1] == ((of_rank[r],) if r in of_rank else ())
+            for r in range(world)
+        ):
+            return MeshPart(shape, None, ((None, world),), (Shard(dim),))
+    return None
+
+
 def by_places(places: Sequence[Mapping[str, tuple[int, int]]]) -> Strategy | None:
     """The strategy of ranks that each say where they are along some axes, and how long those are,
     whatever order of the axes has numbered the ranks; None where none has.

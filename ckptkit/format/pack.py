@@ -135,10 +135,6 @@ def local_header(entry: Entry, header_offset: int) -> bytes:
     return local_headers(Entries.of([entry]), header_offset)[0]
 
 
-def _padding(length: int) -> bytes:
-    return struct.pack("<HH", _ALIGN_ID, length) + bytes(length)
-
-
 def put_checksums(memory: memoryview, headers: I64, crcs: npt.NDArray[np.uint32]) -> None:
     """Put the checksums of entries into local headers that begin at these places of some memory."""
     _put_at(memory, headers + _LOCAL_CRC, crcs)
@@ -150,7 +146,9 @@ def _put_at(memory: memoryview | bytearray, places: I64, crcs: npt.NDArray[np.ui
 
 
 # No entry needs more.
-_PADDINGS = [_padding(length) for length in range(ALIGNMENT + 1)]
+_PADDINGS = [
+    struct.pack("<HH", _ALIGN_ID, length) + bytes(length) for length in range(ALIGNMENT + 1)
+]
 
 
 def directory(entries: Entries) -> bytes:

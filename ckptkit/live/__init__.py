@@ -29,9 +29,9 @@ from ckptkit.live.shards import (
     TensorSharding,
     save_distributed,
 )
+from ckptkit.live.state.entries import StateMismatchError
 from ckptkit.live.state.extra import Extra, WorldSizeError, rng_state, set_rng_state
 from ckptkit.live.state_dict import load_state
-from ckptkit.live.wrappers.entries import StateMismatchError
 
 __all__ = [
     "Checkpointer",

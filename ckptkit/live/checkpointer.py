@@ -20,14 +20,13 @@ from ckptkit.checkpoint.run.run import Retention, Run
 from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.errors import CkptkitError, FormatError, GivenUpError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
+from ckptkit.live.background import Background, Preemption, Tiers
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.last_save import LastSave
-from ckptkit.live.preemption import Preemption
 from ckptkit.live.restore import NOT_LOADED, Restored, load_into
 from ckptkit.live.save import PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, current_world, next_name, ranks_of
-from ckptkit.live.tiers import Background, Tiers
 from ckptkit.live.wrappers.training import Training, TrainingObjects
 from ckptkit.model.document import size_text
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES

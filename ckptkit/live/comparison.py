@@ -28,13 +28,12 @@ from ckptkit.live.resume import (
     untied,
 )
 from ckptkit.live.snapshot import Snapshot
-from ckptkit.live.state.agreement import put_together
+from ckptkit.live.state.entries import StateMismatchError
 from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.state.parts import HandCuts, LiveTensor
-from ckptkit.live.state.ranks import listed
+from ckptkit.live.state.ranks import listed, put_together
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
 from ckptkit.live.state.trees import arrays_in, no_tensor, put_tensors, replace_leaves, with_own
-from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.live.wrappers.training import Training
 
 _SHOWN = 8

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.errors import CkptkitError
 from ckptkit.format.leaves import dumps
+from ckptkit.live.state.entries import StateMismatchError
 from ckptkit.live.state.parts import LiveTensor, indices
 from ckptkit.live.state.ranks import GroupRanks, World, listed, wire
 from ckptkit.live.state.tensors import bytes_of
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import no_tensor, put_tensors, tensors_inline
-from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import Layout, Part, Replicate, Stage, parse_placement
 
 _SHOWN = 4

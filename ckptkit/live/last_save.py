@@ -23,10 +23,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.write.plan import PackPlan
+from ckptkit.live.state.entries import ModelEntry, StateEntry
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.tensors import devices_of, host_memory, is_plain, synchronize
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.wrappers.entries import ModelEntry, StateEntry
 from ckptkit.storage import AlignedBuffer, BufferPool
 
 _ALIGNMENT = 64
@@ -55,10 +55,6 @@ class LastSave:
         back the very outline that it was given.
         """
         return self.basis if outline is not None and outline is self.outline else None
-
-    def plan_on(self, basis: Basis | None) -> PackPlan | None:
-        """The plan of then, if it rests on all that a plan would rest on now."""
-        return self.plan if basis is not None and basis == self.basis else None
 
     def hold(self, tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
         """The same tensors in this memory; complete, and independent of those, on return."""

@@ -20,10 +20,10 @@ from ckptkit.format.leaves import dumps
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.live.snapshot import Snapshot
-from ckptkit.live.state.agreement import Documents
+from ckptkit.live.state.entries import Saved, SavedState
+from ckptkit.live.state.ranks import Documents
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors
-from ckptkit.live.wrappers.entries import Saved, SavedState
 from ckptkit.live.wrappers.training import Training
 
 _COMPARE_MEMORY = 64 << 20

@@ -25,9 +25,8 @@ from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
 from ckptkit.live.last_save import Basis, LastSave
 from ckptkit.live.snapshot import Snapshot, rules_of, take_snapshot
-from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.parts import HandCuts, LiveTensor
-from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
+from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed, put_together
 from ckptkit.live.state.tensors import (
     bits_of,
     checksum,
@@ -82,8 +81,26 @@ class PreparedSave:
         """Refuse the save where what has to be alike is not, before it is committed: in `prepare` a
         training would wait for the slowest rank.
         """
-        if self.compared is not None:
-            _check_replicas(self.ranks, self.compared)
+        if self.compared is None:
+            return
+        # Mostly all ranks say the same, of 100,000 tensors perhaps: then one word is enough.
+        digest = hashlib.sha256(repr(self.compared).encode()).digest()
+        if self.ranks.agree(digest, lambda heard: len(set(heard)) == 1):
+            return
+
+        def conclude(heard: list[list[tuple[str, int, int]]]) -> tuple[int, str, list[int]]:
+            kept: dict[tuple[str, int], int] = {}
+            others: dict[str, list[int]] = {}
+            for rank, said in enumerate(heard):
+                for name, first, crc in said:
+                    if kept.setdefault((name, first), crc) != crc:
+                        others.setdefault(name, []).append(rank)
+            name = next(iter(others), "")
+            return len(others), name, others.get(name, [])
+
+        count, name, those = self.ranks.agree(self.compared, conclude)
+        if count:
+            raise _not_alike(name, those, count)
 
     def cancel(self) -> None:
         """From another thread: write nothing more and do not commit, if it is not too late."""
@@ -227,8 +244,8 @@ def _agree(
         here = enumerate(mesh.coords(ranks.rank))
         first = mesh.rank(tuple(at if axis == topology.pipeline else 0 for axis, at in here))
         compared = [*((n, first, crc) for n, crc in plain.items()), *replicas]
-    else:
-        _check_plain_values(plain, theirs, ranks.rank)
+    elif apart := [name for name, crc in plain.items() if theirs.get(name, crc) != crc]:
+        raise _not_alike(apart[0], [ranks.rank], len(apart))
 
     # What is left for this rank: each tensor that no earlier stage saves, and what it alone has.
     objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
@@ -241,7 +258,10 @@ def _agree(
         of_all = {"model": dict(agreement.values), "optimizer": agreement.optimizers}
         objects |= {group: values for group, values in of_all.items() if values}
     elsewhere = agreement.elsewhere
-    basis, nbytes = None, known.nbytes if known else _whole_bytes(snapshot)
+    # Stages are taken to be alike.
+    stages = 1 if topology.pipeline is None else topology.strategy.mesh.sizes[topology.pipeline]
+    nbytes = known.nbytes if known else stages * sum(it.nbytes for it in snapshot.tensors)
+    basis = None
     if snapshot.outline is not None and not some:
         basis = Basis(snapshot.outline, numbered, elsewhere, preset, nbytes)
     return _Agreed(
@@ -268,7 +288,7 @@ def _lay_out(
     new.
     """
     writer.like = last.plan
-    if plan := last.plan_on(agreed.basis):
+    if (plan := last.plan) and agreed.basis is not None and agreed.basis == last.basis:
         pairs = zip(agreed.tensors, plan.parts, strict=True)
         writer.add_again([None if part.is_empty else bits for (_, bits), part in pairs])
     else:
@@ -365,12 +385,6 @@ def _plain_values(
     }
 
 
-def _check_plain_values(mine: Mapping[str, int], first: Mapping[str, int], rank: int) -> None:
-    apart = [name for name, crc in mine.items() if first.get(name, crc) != crc]
-    if apart:
-        raise _not_alike(apart[0], [rank], len(apart))
-
-
 def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[int, int]]:
     """The tensors to compare between ranks: nothing keeps them the same, only the first rank's is
     saved, and nobody said that they may differ. Each by its number, and that first rank.
@@ -396,28 +410,6 @@ def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[int, i
             first = mesh.rank(tuple(0 if axis.name in apart else at for axis, at in coords))
             found.append((number, first))
     return found
-
-
-def _check_replicas(ranks: Ranks, mine: Sequence[tuple[str, int, int]]) -> None:
-    """Refuse a save where such checksums differ between ranks."""
-    # Mostly all ranks say the same, of 100,000 tensors perhaps: then one word is enough.
-    digest = hashlib.sha256(repr(mine).encode()).digest()
-    if ranks.agree(digest, lambda heard: len(set(heard)) == 1):
-        return
-
-    def conclude(heard: list[list[tuple[str, int, int]]]) -> tuple[int, str, list[int]]:
-        kept: dict[tuple[str, int], int] = {}
-        others: dict[str, list[int]] = {}
-        for rank, said in enumerate(heard):
-            for name, first, crc in said:
-                if kept.setdefault((name, first), crc) != crc:
-                    others.setdefault(name, []).append(rank)
-        name = next(iter(others), "")
-        return len(others), name, others.get(name, [])
-
-    count, name, those = ranks.agree(mine, conclude)
-    if count:
-        raise _not_alike(name, those, count)
 
 
 def _not_alike(name: str, those: Sequence[int], count: int) -> PeerError:
@@ -456,11 +448,3 @@ def _keys(tree: object, above: Keys = ()) -> Iterator[Keys]:
         for key, value in tree.items():
             yield (*above, key)
             yield from _keys(value, (*above, key))
-
-
-def _whole_bytes(snapshot: Snapshot) -> int:
-    """The bytes of all tensors of the job; stages are taken to be alike."""
-    tensors = snapshot.tensors
-    here = sum(held.nbytes for held in tensors)
-    pipeline = snapshot.topology.pipeline
-    return here * (1 if pipeline is None else snapshot.topology.strategy.mesh.sizes[pipeline])

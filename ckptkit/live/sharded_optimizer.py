@@ -21,15 +21,15 @@ from ckptkit.errors import CkptkitError, LayoutError, UnsupportedTypeError, Usag
 from ckptkit.format.names import join
 from ckptkit.live.exchange import Exchange
 from ckptkit.live.snapshot import Collector, rules_of, topology_of
-from ckptkit.live.state.parts import HandCuts, LiveTensor
-from ckptkit.live.state.ranks import World, current_world
-from ckptkit.live.state.tensors import local_of, parts_of_tensor
-from ckptkit.live.wrappers.entries import (
+from ckptkit.live.state.entries import (
     ModelEntry,
     StateEntry,
     canonical_names,
     every_module,
 )
+from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.ranks import World, current_world
+from ckptkit.live.state.tensors import local_of, parts_of_tensor
 from ckptkit.live.wrappers.fsdp1 import FlatPart, FSDP1Optimizer
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer, fresh_state
 from ckptkit.live.wrappers.training import Training

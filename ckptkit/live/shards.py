@@ -22,11 +22,10 @@ from ckptkit.live.comparison import Report
 from ckptkit.live.exchange import Exchange
 from ckptkit.live.resume import completed, hand_over, made_of
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
-from ckptkit.live.state.agreement import Documents
+from ckptkit.live.state.entries import Saved, SavedState, StateMismatchError
 from ckptkit.live.state.parts import HandCuts, LiveTensor
-from ckptkit.live.state.ranks import current_world
+from ckptkit.live.state.ranks import Documents, current_world
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
-from ckptkit.live.wrappers.entries import Saved, SavedState, StateMismatchError
 from ckptkit.live.wrappers.training import Model, Training
 from ckptkit.model import DTYPES, Box, Strategy
 

@@ -17,8 +17,16 @@ from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format.names import ALIKE, WRAPPED, join
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.last_save import Look, Outline
+from ckptkit.live.state.entries import (
+    Line,
+    ModelEntry,
+    StateEntry,
+    check_upwards,
+    dtensor_lines,
+    kind_of,
+    mesh_lines,
+)
 from ckptkit.live.state.extra import DataRanks
-from ckptkit.live.state.lines import Line, check_upwards, dtensor_lines, kind_of, mesh_lines
 from ckptkit.live.state.parts import (
     HandCuts,
     HowCut,
@@ -37,7 +45,6 @@ from ckptkit.live.state.tensors import (
 )
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
-from ckptkit.live.wrappers.entries import ModelEntry, StateEntry
 from ckptkit.live.wrappers.training import Training
 from ckptkit.model import Placement, Shard, Strategy, Strided
 

@@ -74,8 +74,14 @@ def load_state(
         _go_on(accelerator, position)
         if position["is_inside"]:
             # A loader that begins in the middle of a pass draws numbers, which the one that was
-            # there did not: what is right before the first batch is set when it has come.
-            _before_next_step(_ACCELERATE.private(accelerator, _MODELS)[0], random)
+            # there did not: what is right before the first batch is set when it has come, and the
+            # model is next trained.
+            def begin(module: nn.Module, _: object) -> None:
+                if module.training:
+                    handle.remove()
+                    set_rng_state(random)
+
+            handle = _ACCELERATE.private(accelerator, _MODELS)[0].register_forward_pre_hook(begin)
     return restored
 
 
@@ -171,17 +177,6 @@ def _check_nothing(checkpointer: Checkpointer) -> None:
         hint="accelerator.load_state(…) loads what accelerator.save_state(…) wrote, "
         "ckptkit.live.load(…, model=model) the model of most kinds; save_state goes on elsewhere",
     )
-
-
-def _before_next_step(model: nn.Module, random: dict[str, Any] | None) -> None:
-    """Set the state of random numbers once more, when the model is next trained."""
-
-    def begin(module: nn.Module, _: object) -> None:
-        if module.training:
-            handle.remove()
-            set_rng_state(random)
-
-    handle = model.register_forward_pre_hook(begin)
 
 
 class _Loader:

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from ckptkit.checkpoint.places import Place
 from ckptkit.errors import NotFoundError, UnsupportedTypeError, UsageError
 from ckptkit.live import Checkpointer, Restored, StateMismatchError, load
+from ckptkit.live.state.entries import canonical_names, every_module, state_of
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names, every_module, state_of
 from ckptkit.live.wrappers.flat import as_dtensor
 from ckptkit.plugins.deepspeed_elements import ElementCut, HeldElements, Move, exchange
 from ckptkit.plugins.framework import Framework, extra_beside, opened

@@ -29,13 +29,13 @@ from ckptkit.errors import FormatError, NotFoundError, UnsupportedTypeError, Usa
 from ckptkit.format.names import OPTIMIZER
 from ckptkit.format.objects import Replicated
 from ckptkit.live import Checkpointer, Restored, load, load_state
+from ckptkit.live.background import Background, first_sound
 from ckptkit.live.last_save import LastSave
 from ckptkit.live.restore import NOT_LOADED
 from ckptkit.live.resume import saved_documents
 from ckptkit.live.save import SaveOptions, prepare
 from ckptkit.live.state.extra import SEEN_BY_ALL
 from ckptkit.live.state.ranks import World, current_world, meeting
-from ckptkit.live.tiers import Background, first_sound
 from ckptkit.live.wrappers.training import Training
 from ckptkit.storage import Options, Store
 

@@ -166,7 +166,11 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
                 Run(f"{hf}/.step", storage_options=self._storage).delete([step])
 
     def _load(self, step: int = -1) -> bool:
-        newest = self._newest()
+        # The newest step, in the run or still in the local folder, as the first rank sees it.
+        runs = [self._checkpointer.run, *([Run(self._config.local)] if self._config.local else [])]
+        with meeting(current_world(), "the newest step") as ranks:
+            steps = ranks.share(lambda: [run.latest() for run in runs])
+        newest = max((step for step in steps if step is not None), default=None)
         if newest is None and step == -1:
             return self._load_initial()
         wanted = newest if step == -1 else step
@@ -202,20 +206,21 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
             raise
         return restored is not None or self._load_initial()
 
-    def _newest(self) -> int | None:
-        """The newest step, in the run or still in the local folder, as the first rank sees it."""
-        runs = [self._checkpointer.run, *([Run(self._config.local)] if self._config.local else [])]
-        with meeting(current_world(), "the newest step") as ranks:
-            steps = ranks.share(lambda: [run.latest() for run in runs])
-        return max((step for step in steps if step is not None), default=None)
-
     def _load_initial(self) -> bool:
         """What a training begins with, where its own run has no step yet."""
         config, path = self._config, self._config.initial_load_path
         if path is None and config.initial_load_in_hf:
             path = getattr(self._adapter, "hf_assets_path", None)
         if path is None:
-            self._refuse_steps_of_another_manager()
+            # A training that was begun with another manager would begin anew, unnoticed.
+            if steps := self._checkpointer.run.foreign():
+                last = f"{self.folder}/step-{max(info.step for info in steps)}"
+                raise UsageError(
+                    "the steps here are another checkpoint manager's",
+                    value=last,
+                    hint="choose another --checkpoint.folder, and begin with --checkpoint."
+                    f"initial_load_path {last} --checkpoint.no-initial_load_model_only",
+                )
             return False
         if config.initial_load_in_hf:
             if self._adapter is None:
@@ -258,17 +263,6 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
         for name, each in states.items():
             if name not in ours:
                 each.load_state_dict(begun.extra[name])
-
-    def _refuse_steps_of_another_manager(self) -> None:
-        """A training that was begun with another manager would begin anew, unnoticed."""
-        if steps := self._checkpointer.run.foreign():
-            last = f"{self.folder}/step-{max(info.step for info in steps)}"
-            raise UsageError(
-                "the steps here are another checkpoint manager's",
-                value=last,
-                hint="choose another --checkpoint.folder, and begin with --checkpoint."
-                f"initial_load_path {last} --checkpoint.no-initial_load_model_only",
-            )
 
     @property
     def _wrapped(self) -> Any:

@@ -16,7 +16,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
-from ckptkit.checkpoint.check.pack import PackBytes
+from ckptkit.checkpoint.check.verify import PackBytes
 from ckptkit.checkpoint.places import StepFolder
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.read.packs import read_record

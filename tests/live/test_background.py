@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from ckptkit.live.tiers import Background
+from ckptkit.live.background import Background
 
 
 @pytest.mark.skipif(

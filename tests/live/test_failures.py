@@ -28,7 +28,7 @@ from ckptkit.errors import (
     StepExistsError,
     StorageError,
 )
-from ckptkit.live import Checkpointer, tiers
+from ckptkit.live import Checkpointer, background
 from ckptkit.live.state.ranks import StoreRanks, World
 from tests.live.pool import Died, Pool
 
@@ -181,8 +181,8 @@ def save_where_nothing_is_deleted(location: str) -> list[str]:
         raise StorageError("no right to delete", where=location)
 
     with (
-        patch("ckptkit.live.tiers.prune", refuse),
-        patch.object(tiers.log, "error") as said,
+        patch("ckptkit.live.background.prune", refuse),
+        patch.object(background.log, "error") as said,
         Checkpointer(location, keep_last=1, asynchronous=True, timeout=20) as checkpointer,
     ):
         for step in (1, 2, 3):

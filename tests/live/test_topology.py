@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptkit.errors import LayoutError, StrategyError
-from ckptkit.live.state.lines import Line, SharedOut, dtensor_lines
+from ckptkit.live.state.entries import Line, SharedOut, dtensor_lines
 from ckptkit.live.state.topology import Topology
 from ckptkit.model import Box, Owner, Shard
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import RulesError
-from ckptkit.model.expression import Expression
+from ckptkit.model.rules import Expression
 
 SIZES = {"heads": 8, "keys": 2, "head_dim": 16}
 

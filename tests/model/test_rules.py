@@ -9,8 +9,7 @@ import yaml
 
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import Replicate, Shard
-from ckptkit.model.expression import Expression, sizes_of
-from ckptkit.model.rules import Cut, Experts, Pipeline, Rule, Rules, fits
+from ckptkit.model.rules import Cut, Experts, Expression, Pipeline, Rule, Rules, fits, sizes_of
 
 TEXT = r"""
 rules:

@@ -1,5 +1,5 @@
 """The state in a step, whatever its strategy: its digest (FORMAT section 11), and where two differ,
-and how much. Arrays are streamed, those of two steps side by side.
+and how much; and which numbers are none. Arrays are streamed, those of two steps side by side.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckptkit.checkpoint.check.differences import (
+from ckptkit.checkpoint.check.findings import (
     ArrayDifference,
     ArrayForm,
     Compared,
     Diff,
+    Finding,
     ObjectDifference,
     ValueDifference,
 )
-from ckptkit.checkpoint.check.verify import Finding
 from ckptkit.checkpoint.places import Place, store_at, stores_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import (
@@ -58,6 +58,7 @@ _ARRAY, _OBJECT, _STEP = b"ckptkit-array-1\0", b"ckptkit-object-1\0", b"ckptkit-
 _SPARE = 4 << 20
 # So many elements at a time: what they are converted to stays in the cache, and small.
 _BLOCK = 1 << 14
+_FINITE_BLOCK = 1 << 16
 _LARGEST = float(2**64)
 
 Array = npt.NDArray[Any]
@@ -279,6 +280,39 @@ def _chosen(
         for name, inner in names
         if (not include or matches(include, name, inner)) and not matches(exclude, name, inner)
     }
+
+
+def not_finite(
+    checkpoint: Checkpoint, limits: Limits, progress: Progress | None = None
+) -> list[Finding]:
+    """The arrays that hold NaNs or infinities."""
+    stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
+    names = [
+        a.name
+        for a in checkpoint.manifest.arrays
+        if a.dtype.numpy.names is None and ("float" in a.dtype.name or "complex" in a.dtype.name)
+    ]
+    counts = np.zeros((len(names), 2), np.int64)
+    lock = threading.Lock()
+
+    def count(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        raw, dtype = values[0].reshape(-1), stored[names[band.item]].dtype
+        found = np.zeros(2, np.int64)
+        for begin in range(0, len(raw), _FINITE_BLOCK):
+            block = raw[begin : begin + _FINITE_BLOCK].view(dtype.numpy)
+            if not np.isfinite(block).all():
+                found += int(np.isnan(block).sum()), int(np.isinf(block).sum())
+        with lock:
+            counts[band.item] += found
+
+    stream([[stored[name]] for name in names], count, limits, progress=progress)
+    findings = []
+    for name, (nans, infinities) in zip(names, counts.tolist(), strict=True):
+        if nans or infinities:
+            of = stored[name].size
+            what = f"of {of} elements {nans} are NaN and {infinities} infinite"
+            findings.append(Finding("values", f"{checkpoint.location}: {name}", what))
+    return findings
 
 
 # How far apart two values are: elements of arrays, by their bits or within a tolerance, and what is

@@ -4,17 +4,19 @@ not as exceptions. Where the packs are whole, `rebuild` makes a lost manifest of
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+from isal import isal_zlib
 
-from ckptkit.checkpoint.check.pack import Fault, PackBytes, faults_of
+from ckptkit.checkpoint.check.findings import Finding
+from ckptkit.checkpoint.check.state import not_finite
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
@@ -29,12 +31,14 @@ from ckptkit.checkpoint.places import (
     store_at,
 )
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_foreign
-from ckptkit.checkpoint.read.packs import read_record
-from ckptkit.checkpoint.read.stream import STREAM_MEMORY, Band, Limits, stored_arrays, stream
-from ckptkit.checkpoint.workers import Pace, Progress, ask_all
-from ckptkit.checkpoint.write.commit import assemble, gather, publish
+from ckptkit.checkpoint.read.packs import PackRecord, read_record
+from ckptkit.checkpoint.read.stream import STREAM_MEMORY, Limits
+from ckptkit.checkpoint.workers import Pace, Progress, ask_all, share_out
+from ckptkit.checkpoint.write.commit import assemble, gather, missing_groups, publish
+from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import (
     CkptkitError,
+    CorruptionError,
     FormatError,
     NotCommittedError,
     NotFoundError,
@@ -46,31 +50,19 @@ from ckptkit.errors import (
 )
 from ckptkit.foreign.readers.formats import format_of
 from ckptkit.format.array_table import ArrayTable, ArrayTables
+from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document
 from ckptkit.format.manifest import Manifest, Record
 from ckptkit.format.objects import whole
+from ckptkit.format.pack import Entries, Entry, data_offset, directory, local_headers
 from ckptkit.model.document import parse_size
-from ckptkit.storage import Options, Store
+from ckptkit.storage import Options, Store, default_pool
 
 # So many packs at a time, where they are read over a network.
 _PACKS = 4
-# So many numbers at a time are looked at: they stay in the cache.
-_BLOCK = 1 << 16
+_WINDOW = 4 << 20
+_NOT_GROUPS = "not the group documents of the step"
 # So many saves are named where there are several.
 _NAMED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong with a step."""
-
-    kind: str
-    """corrupt, missing, extra, mismatch, unreadable, or values: some are no finite numbers."""
-    where: str
-    what: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.where}: {self.what}"
 
 
 def verify(
@@ -110,39 +102,6 @@ def verify(
                 findings = not_finite(checkpoint, limits, progress)
             except (FormatError, StorageError) as error:
                 findings = [_as_finding(error, checkpoint.location)]
-    return findings
-
-
-def not_finite(
-    checkpoint: Checkpoint, limits: Limits, progress: Progress | None = None
-) -> list[Finding]:
-    """The arrays that hold NaNs or infinities."""
-    stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
-    names = [
-        a.name
-        for a in checkpoint.manifest.arrays
-        if a.dtype.numpy.names is None and ("float" in a.dtype.name or "complex" in a.dtype.name)
-    ]
-    counts = np.zeros((len(names), 2), np.int64)
-    lock = threading.Lock()
-
-    def count(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
-        raw, dtype = values[0].reshape(-1), stored[names[band.item]].dtype
-        found = np.zeros(2, np.int64)
-        for begin in range(0, len(raw), _BLOCK):
-            numbers = raw[begin : begin + _BLOCK].view(dtype.numpy)
-            if not np.isfinite(numbers).all():
-                found += int(np.isnan(numbers).sum()), int(np.isinf(numbers).sum())
-        with lock:
-            counts[band.item] += found
-
-    stream([[stored[name]] for name in names], count, limits, progress=progress)
-    findings = []
-    for name, (nans, infinities) in zip(names, counts.tolist(), strict=True):
-        if nans or infinities:
-            of = stored[name].size
-            what = f"of {of} elements {nans} are NaN and {infinities} infinite"
-            findings.append(Finding("values", f"{checkpoint.location}: {name}", what))
     return findings
 
 
@@ -255,6 +214,175 @@ def _compare(where: str, manifest: Manifest, records: list[Record]) -> Iterator[
 def _as_finding(error: CkptkitError, where: str) -> Finding:
     kind = "corrupt" if isinstance(error, FormatError) else "unreadable"
     return Finding(kind, error.where or where, error.what, error.hint)
+
+
+Fault = tuple[int, str]
+"""The byte of a pack where something is wrong, and what."""
+
+
+_Entries: TypeAlias = Iterable[tuple[Entry, bytes | None]]
+"""Entries in pack order, with the content of those whose content is known."""
+
+
+class PackWindow(NamedTuple):
+    """Some of a pack that is read at a time: whole entries, or some of what follows them."""
+
+    start: int
+    size: int
+    entries: Sequence[tuple[Entry, bytes | None]] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackBytes:
+    """What every byte of a pack has to be: its entries without a gap, up to `end`, then exactly
+    `closing`. The pack of group documents has no record: it is `closing` alone.
+    """
+
+    entries: Callable[[], _Entries]
+    """Makes the entries anew each time: a pack may have millions of them."""
+    end: int
+    closing: bytes
+    has_headers: bool = True
+    """Whether headers can be told from the entries: they have no gaps between them."""
+
+    @classmethod
+    def of_rank(cls, found: PackRecord, where: str) -> PackBytes:
+        """The bytes of a rank's pack; CorruptionError where its record cannot be right."""
+        end = 0
+
+        def placed() -> Iterator[Entry]:
+            nonlocal end
+            for entry, _ in _entries(found):
+                if entry.offset != data_offset(entry.name, entry.length, end):
+                    what = f"the record leaves a gap or an overlap before {entry.name}"
+                    raise CorruptionError(what, where=f"{where} at byte {end}")
+                end = entry.offset + entry.length
+                yield entry
+
+        closing = directory(Entries.of(placed()))
+        return cls(partial(_entries, found), end, closing)
+
+    @classmethod
+    def of_groups(cls, records: Sequence[Record]) -> PackBytes:
+        """Those of the pack of group documents that no rank wrote: which belong in it follows from
+        what the records say is elsewhere.
+        """
+        return cls(tuple, 0, groups_pack(missing_groups(records)))
+
+    @classmethod
+    def of_chunks(cls, manifest: Manifest, pack: int) -> PackBytes:
+        """Those of its chunks alone, by what the manifest says of them: its record cannot be read,
+        and so there is no knowing what is between them, or follows them.
+        """
+        rows = np.flatnonzero(manifest.pack == pack)
+        rows = rows[np.argsort(manifest.offset[rows])]
+
+        def entries() -> _Entries:
+            for row in rows.tolist():
+                numbers = (manifest.offset[row], manifest.length[row], manifest.crc32[row])
+                yield Entry(manifest.chunk_key(row), *map(int, numbers)), None
+
+        return cls(entries, manifest.packs[pack].size, b"", has_headers=False)
+
+    @property
+    def size(self) -> int:
+        """How many there have to be."""
+        return self.end + len(self.closing)
+
+    def windows(self, nbytes: int) -> Iterator[PackWindow]:
+        """All of the pack in order, about so much at a time, and no entry in two of them."""
+        start = stop = 0
+        items: list[tuple[Entry, bytes | None]] = []
+        for entry, document in self.entries():
+            if items and entry.offset + entry.length - start > nbytes:
+                yield PackWindow(start, stop - start, items)
+                items = []
+            if not items:
+                start = stop if self.has_headers else entry.offset
+            items.append((entry, document))
+            stop = entry.offset + entry.length
+        if items:
+            yield PackWindow(start, stop - start, items)
+        for start in range(self.end, self.size, nbytes):
+            yield PackWindow(start, min(nbytes, self.size - start))
+
+    def faults(self, window: PackWindow, memory: memoryview) -> Iterator[Fault]:
+        """What is wrong in the memory that a window was read into."""
+        position = 0
+        headers = []
+        if self.has_headers and window.entries:
+            headers = local_headers(Entries.of(entry for entry, _ in window.entries), window.start)
+        for number, (entry, document) in enumerate(window.entries):
+            begin = entry.offset - window.start
+            if headers and memory[position:begin] != headers[number]:
+                yield window.start + position, f"the header of {entry.name} is damaged"
+            position = begin + entry.length
+            data = memory[begin:position]
+            actual = int(isal_zlib.crc32(data))
+            if actual != entry.crc:
+                what = f"{entry.name} has the checksum {actual:08x}, written was {entry.crc:08x}"
+                yield entry.offset, what
+            elif document is not None and data != document:
+                # Another version may write the same in other words.
+                said = None
+                with suppress(ValueError):
+                    said = json.loads(bytes(data))
+                if said != json.loads(document):
+                    yield entry.offset, f"{entry.name} does not say what the manifest says"
+        begin = window.start - self.end
+        if begin >= 0 and memory != (expected := self.closing[begin : begin + window.size]):
+            pairs = enumerate(zip(bytes(memory), expected, strict=True))
+            first = next(place for place, (a, b) in pairs if a != b)
+            yield window.start + first, "the directory is damaged" if self.end else _NOT_GROUPS
+
+
+def faults_of(
+    store: Store,
+    key: str,
+    size: int,
+    known: PackBytes,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[Fault]:
+    """Everything in a pack of this size that is not as it has to be, read from end to end by some
+    threads.
+    """
+    pace = Pace.of(store)
+    found: list[Fault] = []
+    if size != known.size:
+        what = "the directory has another length than it should" if known.end else _NOT_GROUPS
+        found.append((known.end, what))
+        known = replace(known, closing=b"")
+
+    with store.open(key, size) as source:
+
+        def scan(window: PackWindow) -> None:
+            if not pace.by_request:
+                # Into memory that was used before, which is faster to fill.
+                with default_pool().take(window.size) as memory:
+                    source.read_into(window.start, memory)
+                    found.extend(known.faults(window, memory))
+            else:
+                found.extend(known.faults(window, source.fetch(window.start, window.size)))
+            if progress:
+                progress(window.size)
+
+        each = pace.request_bytes if pace.by_request else _WINDOW
+        share_out(known.windows(each), scan, threads or pace.requests)
+    return sorted(found)
+
+
+def _entries(found: PackRecord) -> _Entries:
+    record = found.record
+    for document in record.documents.each():
+        array = record.table.by_name.get(document.name.removesuffix(f"/{DOCUMENT}"))
+        yield document, group_document() if array is None else array_document(array)
+    for row in range(len(record.chunk)):
+        info = record.table.arrays[int(record.array[row])]
+        name = chunk_key(info.name, info.grid.index(int(record.chunk[row])))
+        offset, length = int(record.offset[row]), int(record.length[row])
+        yield Entry(name, offset, length, int(record.crc32[row])), None
+    yield found.entry, None
 
 
 def rebuild(

@@ -20,7 +20,7 @@ from ckptkit.errors import FormatError, InvalidNameError, RulesError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.names import inner_name, join, split
 from ckptkit.model import Box, Grid, Placement, Shard, document
-from ckptkit.model.expression import Expression, sizes_of
+from ckptkit.model.rules import Expression, sizes_of
 
 _OPTIONS = ("shares", "groups", "rows")
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
+from ckptkit.checkpoint.check.verify import PackBytes, PackWindow
 from ckptkit.checkpoint.places import StepFolder, described, read_manifest, step_name, stored_size
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record

@@ -17,14 +17,14 @@ from typing import Any
 
 from ckptkit.errors import FormatError
 from ckptkit.foreign.deepspeed.experts import SharedExperts
-from ckptkit.foreign.deepspeed.files import MIXED, ModelPart
-from ckptkit.foreign.deepspeed.pieces import (
+from ckptkit.foreign.deepspeed.files import (
+    MIXED,
     ByRank,
+    ModelPart,
     RankPieces,
     counts_of,
     read_piece,
     states_of_row,
-    text_of,
 )
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.globals import Placeholder
@@ -74,7 +74,7 @@ def read_zero(
 ) -> Zero:
     """What is in the optimizer's files of all ranks of data parallelism."""
     files, stage = part.optimizers, part.stage
-    pieces = [read_piece(where, said, part, experts) for where, said in files]
+    pieces = [read_piece(where, said, part, experts.teams) for where, said in files]
     for piece in pieces[1:]:
         if len(piece.weights) != len(pieces[0].weights):
             raise FormatError(
@@ -91,7 +91,7 @@ def read_zero(
                 hint="so DeepSpeed does by chance where layers have several `ep_size`: save again "
                 "in a job with PYTHONHASHSEED=0",
             )
-        if text_of(piece.groups) != text_of(pieces[0].groups):
+        if _text_of(piece.groups) != _text_of(pieces[0].groups):
             raise FormatError(
                 "its options of the optimizer are not those of rank 0",
                 where=piece.where,
@@ -468,3 +468,9 @@ def _tensor(
         dtypes = {row.dtype.name: row.dtype for row in ranks[0][:1]}
     (dtype,) = dtypes.values()
     return StateTensor(parameter.shape, dtype, tuple(extents), identity=object(), is_flat=True)
+
+
+def _text_of(groups: Sequence[Mapping[str, Any]]) -> str:
+    return repr(
+        [{k: v for k, v in each.items() if not isinstance(v, StateTensor)} for each in groups]
+    )

@@ -76,7 +76,7 @@ def _megatron(folder: Folder) -> ForeignStep:
 
 
 def _orbax(folder: Folder) -> ForeignStep:
-    from ckptkit.foreign.orbax.tree import read_orbax  # noqa: PLC0415
+    from ckptkit.foreign.readers.orbax import read_orbax  # noqa: PLC0415
 
     return read_orbax(folder)
 

@@ -307,16 +307,11 @@ def _spread(
         axes[:2] = axes[1::-1]
     strategy = Strategy(Mesh(tuple(axis for axis in axes if axis.size > 1)))
     writers = {extent.file for array in arrays for extent in array.extents}
-    ranks = {file: _rank_of(file) for file in writers}
+    ranks = {file: int(m[1]) if (m := _WRITTEN.fullmatch(file)) else None for file in writers}
     if any(rank is None or rank >= world for rank in ranks.values()):
         return None, arrays
     placed = placed_by_writers(arrays, strategy, lambda file: ranks[file] or 0)
     return (strategy, placed) if _bear_out(placed, strategy) else (None, arrays)
-
-
-def _rank_of(file: str) -> int | None:
-    found = _WRITTEN.fullmatch(file)
-    return None if found is None else int(found[1])
 
 
 def _bear_out(arrays: Sequence[ForeignArray], strategy: Strategy) -> bool:

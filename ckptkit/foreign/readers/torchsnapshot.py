@@ -10,40 +10,35 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote
 
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
-from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.readers.snapshot_metadata import (
-    METADATA,
-    MOST_LEVELS,
-    check_slabs,
-    read_metadata,
-    tensors_of,
-)
-from ckptkit.foreign.spread import MeshPart, strategy_of
+from ckptkit.foreign.folder import Folder, parsed, read_yaml
+from ckptkit.foreign.spread import MeshPart, by_ranks, strategy_of
 from ckptkit.foreign.states import StateTensor, counted, states_of
 from ckptkit.foreign.torch_file import dtype_of, is_whole, read_file
 from ckptkit.format.names import join
 from ckptkit.model import (
-    Axis,
     Box,
     DType,
-    Mesh,
     Placement,
     Replicate,
     Shard,
     Strategy,
     document,
-    layout_of,
 )
 
+_METADATA = ".snapshot_metadata"
+_PATH = re.compile(r"(\d{1,8})/([^/]+(?:/[^/]+)*)")
+_MOST_RANKS = 1 << 24
+_MOST_LEVELS = 64
 _MOST_OBJECT_BYTES = 1 << 28
 _CONTAINERS = ("list", "dict", "OrderedDict")
 _PLAIN = ("int", "str", "bool", "bytes", "float")
@@ -54,7 +49,7 @@ _GONE = object()
 
 def read_torchsnapshot(folder: Folder) -> ForeignStep:
     """The snapshot in a folder."""
-    world, entries = read_metadata(folder)
+    world, entries = _read_metadata(folder)
     snapshot = _Snapshot(folder, world, entries)
     tree = {
         unquote(name): value
@@ -69,8 +64,8 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
         found.arrays.append(ForeignArray(name, tensor.shape, tensor.dtype, tensor.extents, "other"))
     found.left_out |= snapshot.left_out
     listed = [entry for of_ranks in entries.values() for entry in of_ranks.values()]
-    known = {tensor.get("location") for entry in listed for tensor in tensors_of(entry)}
-    check_slabs(folder, listed)
+    known = {tensor.get("location") for entry in listed for tensor in _tensors_of(entry)}
+    _check_slabs(folder, listed)
     lost = (key for key in folder.files if key.startswith("sharded/") and key not in known)
     found.left_out |= dict.fromkeys(lost, "a file that no entry names")
     spreads = {
@@ -90,6 +85,77 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
         details={key: value for key, value in told.items() if value},
         step=counted(tree),
     )
+
+
+def _read_metadata(folder: Folder) -> tuple[int, dict[str, dict[int, dict[str, Any]]]]:
+    """How many ranks there were, and by path and rank what each of them has."""
+    where = folder.where(_METADATA)
+    if _METADATA not in folder.files:
+        raise FormatError(
+            "the metadata of the snapshot is missing",
+            where=where,
+            hint="a snapshot that was interrupted has none, and a copy by `cp *` neither; copy the "
+            "folder itself, or use another",
+        )
+    data = folder.read(_METADATA)
+    # Until it was found to be slow, it was YAML, of which JSON is a part.
+    said = parsed(data, where) if data.lstrip()[:1] == b"{" else read_yaml(data, where)
+    if not isinstance(said, dict) or not isinstance(said.get("manifest"), dict):
+        raise FormatError("not the metadata of torchsnapshot", where=where)
+    world = document.integer(
+        said.get("world_size"), f"{where}: world_size", least=1, most=_MOST_RANKS
+    )
+    entries: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, entry in said["manifest"].items():
+        match = _PATH.fullmatch(document.text(name, where))
+        if match is None or int(match[1]) >= world or match[2].count("/") > _MOST_LEVELS:
+            raise FormatError("not a path of a rank", where=where, value=name)
+        if not isinstance(entry, dict):
+            raise FormatError("must be a map", where=f"{where}: {name}", value=entry)
+        entries.setdefault(match[2], {})[int(match[1])] = entry
+    ranks = {rank for of_ranks in entries.values() for rank in of_ranks}
+    entry_of = [entry for of_ranks in entries.values() for entry in of_ranks.values()]
+    is_cut = any(entry.get("type") == "ShardedTensor" for entry in entry_of)
+    # Each rank lists at least the dictionaries that it has.
+    if is_cut and len(ranks) < world:
+        raise FormatError(
+            f"of {world} ranks it has entries of {len(ranks)}",
+            where=where,
+            hint="it was cut short or changed; copy it again",
+        )
+    return world, entries
+
+
+def _tensors_of(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The tensors of an entry, each in one file."""
+    if entry.get("type") == "Tensor":
+        yield entry
+    for key in ("shards", "chunks"):
+        parts = entry.get(key)
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and isinstance(tensor := part.get("tensor"), dict):
+                yield tensor
+
+
+def _check_slabs(folder: Folder, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse a file of many tensors of which some are in no entry. The shape of a sharded tensor is
+    told nowhere: without its last shards it would be a smaller one.
+    """
+    ranges: dict[str, set[tuple[int, int]]] = {}
+    for tensor in (each for entry in entries for each in _tensors_of(entry)):
+        key, said = tensor.get("location"), tensor.get("byte_range")
+        if type(key) is str and isinstance(said, list) and [*map(type, said)] == [int, int]:
+            ranges.setdefault(key, set()).add((said[0], said[1]))
+    for key, there in ranges.items():
+        ends = [(0, 0), *sorted(there), (folder.size(key),) * 2]
+        for (_, end), (begin, _) in pairwise(ends):
+            if begin > end:
+                raise FormatError(
+                    f"no entry has the bytes {end} to {begin} of the file",
+                    where=folder.where(key),
+                    hint="the metadata lost some of a tensor, or the file is of another snapshot; "
+                    "copy the folder again",
+                )
 
 
 class _Snapshot:
@@ -142,7 +208,7 @@ class _Snapshot:
         return {path for path, each in contents.items() if len(each) == 1}
 
     def where(self, path: str) -> str:
-        return f"{self.folder.where(METADATA)}: {path}"
+        return f"{self.folder.where(_METADATA)}: {path}"
 
     def value(self, path: str) -> Any:
         """What is at a path: a tree, a tensor or a plain value; _GONE for what is not in it."""
@@ -226,7 +292,7 @@ class _Snapshot:
         """A tensor that no rank has a part of, in one file or in chunks."""
         where = self.where(path)
         shape = document.integers(entry.get("shape"), f"{where}: shape")
-        dtype = _dtype(entry, where)
+        dtype = dtype_of(entry.get("dtype"), f"{where}: dtype")
         if entry["type"] == "Tensor":
             return StateTensor(shape, dtype, (self._extent(entry, Box.whole(shape), dtype, where),))
         shards = self._shards(entry.get("chunks"), where)
@@ -254,17 +320,14 @@ class _Snapshot:
             raise FormatError("its shards differ in their number of dims", where=where)
         # As torchsnapshot has it: the shape is told nowhere.
         shape = tuple(max(along) for along in zip(*(box.stop for box, _ in shards), strict=True))
-        dtype = _dtype(shards[0][1], where)
+        dtype = dtype_of(shards[0][1].get("dtype"), f"{where}: dtype")
         extents = self._extents(shards, dtype, where)
-        hulls = tuple(
-            (rank, _hull([box for box, _ in parts])) for rank, parts in by_rank.items() if parts
-        )
         first = next(iter(of_ranks.values()))
-        spread = (
-            _meshed(shape, first, where)
-            if first["type"] == "DTensor"
-            else _line(shape, hulls, self.world)
-        )
+        if first["type"] == "DTensor":
+            spread = _meshed(shape, first, where)
+        else:
+            boxes = {rank: [box for box, _ in parts] for rank, parts in by_rank.items() if parts}
+            spread = by_ranks(shape, boxes, self.world)
         self.is_cut.add(extents)
         if spread is not None:
             self.spreads[extents] = spread
@@ -297,7 +360,7 @@ class _Snapshot:
         self, shards: Sequence[tuple[Box, dict[str, Any]]], dtype: DType, where: str
     ) -> tuple[Extent, ...]:
         for _, tensor in shards:
-            if _dtype(tensor, where) != dtype:
+            if dtype_of(tensor.get("dtype"), f"{where}: dtype") != dtype:
                 raise FormatError("its parts have several dtypes", where=where)
         # Where ranks have the same part, that of the first is it.
         unique = dict(reversed(shards))
@@ -394,10 +457,6 @@ def _is_number(entry: Mapping[str, Any]) -> bool:
     return is_one and is_raw and entry.get("replicated") is not True
 
 
-def _dtype(entry: Mapping[str, Any], where: str) -> DType:
-    return dtype_of(entry.get("dtype"), f"{where}: dtype")
-
-
 def _plain(entry: Mapping[str, Any], where: str) -> Any:
     """The value that is in the metadata itself."""
     kind, said = entry["type"], document.text(entry.get("serialized_value"), where)
@@ -414,38 +473,13 @@ def _plain(entry: Mapping[str, Any], where: str) -> Any:
         raise FormatError(f"not what torchsnapshot writes of a {kind}", where=where) from error
 
 
-def _hull(boxes: Sequence[Box]) -> Box:
-    begin = tuple(min(along) for along in zip(*(box.offset for box in boxes), strict=True))
-    end = tuple(max(along) for along in zip(*(box.stop for box in boxes), strict=True))
-    return Box(begin, tuple(b - a for a, b in zip(begin, end, strict=True)))
-
-
-@lru_cache(maxsize=1024)
-def _line(
-    shape: tuple[int, ...], hulls: tuple[tuple[int, Box], ...], world: int
-) -> MeshPart | None:
-    """How a tensor lies over all ranks in a row, if each has what it has of a tensor that is cut
-    along one dim.
-    """
-    strategy = Strategy(Mesh((Axis("a", "tp", world),)))
-    of_rank = dict(hulls)
-    for dim in range(len(shape)):
-        layout = layout_of(shape, strategy, (Shard(dim),))
-        if all(
-            layout.part(r).boxes[:1] == ((of_rank[r],) if r in of_rank else ())
-            for r in range(world)
-        ):
-            return MeshPart(shape, None, ((None, world),), (Shard(dim),))
-    return None
-
-
 def _meshed(shape: tuple[int, ...], entry: Mapping[str, Any], where: str) -> MeshPart | None:
     """What a DTensor says of its mesh; nothing where axes cut one dim twice, whose order is not
     told.
     """
     sizes: list[int] = []
     mesh = entry.get("mesh")
-    while isinstance(mesh, list) and mesh and len(sizes) < MOST_LEVELS:
+    while isinstance(mesh, list) and mesh and len(sizes) < _MOST_LEVELS:
         sizes.append(len(mesh))
         mesh = mesh[0]
     cuts = entry.get("dim_map")

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import LayoutError, StrategyError
-from ckptkit.live.state.lines import Line, SharedOut, check_upwards, kind_of, ranks_along
+from ckptkit.live.state.entries import Line, SharedOut, check_upwards, kind_of, ranks_along
 from ckptkit.model import (
     Layout,
     Owner,

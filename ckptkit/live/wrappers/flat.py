@@ -24,10 +24,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.leaves import dumps
-from ckptkit.live.state.lines import SharedOut
+from ckptkit.live.state.entries import SharedOut, canonical_names, every_module
 from ckptkit.live.state.ranks import GroupRanks, World, all_gather_single
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names, every_module
 
 JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
 """Of a mesh of FSDP1 and one of tensor parallelism: that of both. Made once, it takes a while."""

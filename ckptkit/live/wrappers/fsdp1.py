@@ -30,19 +30,21 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.live.state.lines import Line, SharedOut, line_of
-from ckptkit.live.state.tensors import dtype_name, local_of, parts_of_tensor
-from ckptkit.live.state.trees import no_tensor, put_tensors, take_tensors, tensors_inline
-from ckptkit.live.wrappers.entries import (
+from ckptkit.live.state.entries import (
+    Line,
     ModelEntry,
     Names,
     Saved,
     SavedState,
+    SharedOut,
     StateEntry,
     StateMismatchError,
     canonical_names,
+    line_of,
     state_of,
 )
+from ckptkit.live.state.tensors import dtype_name, local_of, parts_of_tensor
+from ckptkit.live.state.trees import no_tensor, put_tensors, take_tensors, tensors_inline
 from ckptkit.live.wrappers.flat import (
     Flat,
     FlatSlice,

@@ -24,16 +24,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptkit.live.state.lines import (
+from ckptkit.live.state.entries import (
     Line,
+    ModelEntry,
     assumed,
+    canonical_names,
     dtensor_lines,
     kind_of,
     line_of,
     mesh_lines,
+    state_of,
 )
 from ckptkit.live.state.tensors import as_spread, dtype_name
-from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, state_of
 from ckptkit.live.wrappers.flat import cut_before
 
 Buffers: TypeAlias = dict[str, torch.Tensor | None]

@@ -18,10 +18,18 @@ from torch.optim import Adagrad, Optimizer
 
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
-from ckptkit.live.state.lines import Line, SharedOut, line_of
+from ckptkit.live.state.entries import (
+    Line,
+    Names,
+    Saved,
+    SavedState,
+    SharedOut,
+    StateEntry,
+    StateMismatchError,
+    line_of,
+)
 from ckptkit.live.state.tensors import as_plain, as_spread, parts_of_tensor
 from ckptkit.live.state.trees import arrays_in, no_tensor, put_tensors, take_tensors
-from ckptkit.live.wrappers.entries import Names, Saved, SavedState, StateEntry, StateMismatchError
 
 T = TypeVar("T")
 

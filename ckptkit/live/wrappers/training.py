@@ -20,15 +20,17 @@ from torch.optim import Optimizer
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import matches, pattern_list
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
-from ckptkit.live.state.lines import Line, kind_of, line_of
-from ckptkit.live.state.parts import HandCuts
-from ckptkit.live.wrappers import fsdp1, modules
-from ckptkit.live.wrappers.entries import (
+from ckptkit.live.state.entries import (
+    Line,
     ModelEntry,
     canonical_names,
     every_module,
+    kind_of,
+    line_of,
     parameter_names,
 )
+from ckptkit.live.state.parts import HandCuts
+from ckptkit.live.wrappers import fsdp1, modules
 from ckptkit.live.wrappers.flat import has_fsdp1
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer
 

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from ckptkit.checkpoint.ranks import in_one_line
 from ckptkit.errors import CkptkitError, PeerError, UsageError
+from ckptkit.live.state.entries import parameter_names
 from ckptkit.live.state.ranks import World, current_world, meeting
 from ckptkit.live.state.sockets import Listener, connect, hear, own_address, tell
-from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.training import Model
 from ckptkit.plan.chunks import owners_of
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
+from ckptkit.live.state.entries import parameter_names
 from ckptkit.live.state.ranks import all_gather_single
-from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.modules import own_param_groups
 from ckptkit.live.wrappers.training import Model
 

@@ -31,8 +31,13 @@ from ckptkit.errors import UsageError
 from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.modules import CONTAINERS, own_param_groups, settled_by
 from ckptkit.model import Strategy
-from ckptkit.parallel.strategies.batches import tensors_of
-from ckptkit.parallel.strategies.options import StrategyOptions, optimizer_for, sharder_of, size_of
+from ckptkit.parallel.strategies.options import (
+    StrategyOptions,
+    optimizer_for,
+    sharder_of,
+    size_of,
+    tensors_of,
+)
 
 # Not all of them run in each step, so that they can only be gathered with what contains them.
 _EXPERTS = re.compile(r"experts?")

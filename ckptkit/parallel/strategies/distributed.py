@@ -28,12 +28,11 @@ from ckptkit.live.checkpointer import save
 from ckptkit.live.restore import Restored, load
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
 from ckptkit.live.shards import DistributedModel, LocalShard
+from ckptkit.live.state.entries import canonical_names, every_module
 from ckptkit.live.state.extra import data_rank
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names, every_module
 from ckptkit.model import Strategy
-from ckptkit.parallel.strategies.batches import mapped, opened, share
 from ckptkit.parallel.strategies.data_parallel import (
     Unit,
     check_reduced,
@@ -41,7 +40,7 @@ from ckptkit.parallel.strategies.data_parallel import (
     let_go,
     zero_grad,
 )
-from ckptkit.parallel.strategies.options import SHARDED, StrategyOptions
+from ckptkit.parallel.strategies.options import SHARDED, StrategyOptions, mapped, opened, share
 from ckptkit.parallel.strategies.pipeline import LossFunction, StagePipeline
 
 _WIDE = (torch.float64, torch.complex128)

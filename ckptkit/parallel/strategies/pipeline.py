@@ -27,9 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import LayoutError, UsageError
 from ckptkit.live.wrappers.modules import CONTAINERS, keeping_buffers
-from ckptkit.parallel.strategies.batches import tensors_of
 from ckptkit.parallel.strategies.data_parallel import nbytes_of
-from ckptkit.parallel.strategies.options import StageByHand, StrategyOptions
+from ckptkit.parallel.strategies.options import StageByHand, StrategyOptions, tensors_of
 from ckptkit.plan.place import balanced
 
 LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]

@@ -29,8 +29,7 @@ from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import Replicate, Shard
 from ckptkit.model.document import located
 from ckptkit.model.rules import Cut, Rules
-from ckptkit.parallel.strategies.batches import mapped, opened, tensors_of
-from ckptkit.parallel.strategies.options import StrategyOptions
+from ckptkit.parallel.strategies.options import StrategyOptions, mapped, opened, tensors_of
 
 _KNOWN = (nn.Linear, nn.Embedding)
 _OUTPUT = "the output"

@@ -34,11 +34,11 @@ from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, PeerError
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path
 from ckptkit.format.names import MODEL, OPTIMIZER
+from ckptkit.live.background import first_sound
 from ckptkit.live.restore import NOT_LOADED
 from ckptkit.live.state.ranks import copying_threads, current_world
 from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
 from ckptkit.live.state_dict import nested_state
-from ckptkit.live.tiers import first_sound
 from ckptkit.model import Box
 from ckptkit.plugins.dcp.names import (
     OBJECT,

@@ -42,7 +42,7 @@ from ckptkit.foreign.spread import by_boxes
 from ckptkit.foreign.states import Path, StateTensor
 from ckptkit.format.arrays import ArrayKind
 from ckptkit.format.names import inner_name
-from ckptkit.live.state.lines import dtensor_lines
+from ckptkit.live.state.entries import dtensor_lines
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import current_world
 from ckptkit.live.state.tensors import as_bits, dtype_of, local_of

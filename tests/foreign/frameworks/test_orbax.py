@@ -18,7 +18,7 @@ import ckptkit
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.decoded import read_places
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.orbax.database import read_database
+from ckptkit.foreign.readers.tensorstore import read_database
 from ckptkit.storage import Location, MemoryStore
 from tests.foreign.contract import BitForBit, ForeignContract, Sample, read_all, same
 from tests.servers.s3_server import Bucket

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptkit.errors import UsageError
-from ckptkit.parallel.strategies.batches import share
+from ckptkit.parallel.strategies.options import share
 
 ENTRIES = torch.arange(4)
 

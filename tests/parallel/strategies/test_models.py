@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 
 import ckptkit
 from ckptkit.errors import LayoutError
+from ckptkit.live.state.entries import canonical_names, every_module
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names, every_module
 from ckptkit.parallel import Distributed, as_distributed
 from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool

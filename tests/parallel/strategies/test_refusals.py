@@ -17,8 +17,7 @@ from ckptkit.errors import LayoutError, RulesError, StrategyError, UsageError
 from ckptkit.model import Strategy
 from ckptkit.parallel import Distributed, as_distributed
 from ckptkit.parallel.strategies import device_of
-from ckptkit.parallel.strategies.batches import share
-from ckptkit.parallel.strategies.options import StrategyOptions, resolved, schedule_of
+from ckptkit.parallel.strategies.options import StrategyOptions, resolved, schedule_of, share
 from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool
 from tests.parallel.strategies.training import RULES, Layered, spread

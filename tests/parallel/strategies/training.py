@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckptkit.live.wrappers.entries import canonical_names, every_module
+from ckptkit.live.state.entries import canonical_names, every_module
 from ckptkit.parallel import Distributed, as_distributed
 from ckptkit.parallel.strategies.data_parallel import OverlappingZero1
 from tests.live.network import batch, loss_of, network

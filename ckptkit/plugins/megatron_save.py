@@ -59,9 +59,9 @@ from ckptkit.foreign.spread import by_places, placed_by_writers
 from ckptkit.foreign.states import Path as Keys
 from ckptkit.foreign.states import StateTensor, states_of
 from ckptkit.format.names import split
+from ckptkit.live.background import Background
 from ckptkit.live.state.ranks import current_world, next_name, ranks_of
 from ckptkit.live.state.tensors import dtype_name, dtype_of
-from ckptkit.live.tiers import Background
 from ckptkit.model import Box, Strategy
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.plugins.dcp.names import as_leaf

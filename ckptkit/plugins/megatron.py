@@ -1,5 +1,7 @@
-"""A load of Megatron from a step: each rank reads the boxes of tensors that it asks for, whatever
-layout the step was saved under.
+"""Megatron-Core with its steps in ckptkit: `SaveStrategy` and `LoadStrategy` are what its
+`dist_checkpointing.save` and `load` take as `sharded_strategy`; `load` finds the newest step.
+
+Each rank reads the boxes of tensors that it asks for, whatever layout the step was saved under.
 """
 
 from __future__ import annotations
@@ -9,6 +11,38 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ckptkit.plugins.framework import Framework
+
+_GROUPS = (
+    *("pipeline_model_parallel", "tensor_model_parallel", "data_parallel", "context_parallel"),
+    *("expert_model_parallel", "expert_tensor_parallel", "expert_data_parallel"),
+)
+_CHECKPOINTS = "megatron.core.dist_checkpointing"
+_SAVE, _LOAD = "TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy"
+Framework("megatron-core", "0.16", "megatron").check(
+    {
+        f"{_CHECKPOINTS}.dict_utils": ["dict_list_map_outplace", "nested_values"],
+        f"{_CHECKPOINTS}.mapping": ["ShardedObject", "ShardedTensor", "is_main_replica"],
+        f"{_CHECKPOINTS}.strategies.async_utils": ["AsyncRequest"],
+        "megatron.core.parallel_state": [
+            "model_parallel_is_initialized",
+            *(f"get_{group}_{what}" for group in _GROUPS for what in ("rank", "world_size")),
+        ],
+        # What it calls otherwise would save and load without us, unnoticed.
+        f"{_CHECKPOINTS}.strategies.torch": [
+            *(
+                f"{_SAVE}.{name}(sharded_state_dict, checkpoint_dir)"
+                for name in ("save", "async_save")
+            ),
+            f"{_LOAD}.load(sharded_state_dict, checkpoint_dir)",
+            f"{_LOAD}.load_tensors_metadata(checkpoint_dir, metadata)",
+            f"{_LOAD}.load_sharded_metadata(checkpoint_dir)",
+            f"{_LOAD}.check_backend_compatibility(loaded_version)",
+        ],
+    }
+)
+
+# Only what is known to be there is imported.
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
@@ -21,24 +55,27 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.megatron import COMMON, CONFIG
+from ckptkit.live.background import first_sound
 from ckptkit.live.restore import NOT_LOADED, open_together
+from ckptkit.live.state.entries import StateMismatchError
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import torch_dtype
-from ckptkit.live.tiers import first_sound
-from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import Box, DType
 from ckptkit.plugins.dcp.names import from_leaf
 from ckptkit.plugins.dcp.reader import Keys, fill
-from ckptkit.plugins.megatron.save import (
+from ckptkit.plugins.megatron_save import (
     BACKEND,
     FILE,
     OBJECT,
+    SaveStrategy,
     leaves_of,
     number_in,
     pieces_of,
     temporary,
 )
 from ckptkit.storage import Options
+
+__all__ = ["LoadStrategy", "SaveStrategy", "load"]
 
 
 def load(

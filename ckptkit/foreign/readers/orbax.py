@@ -19,8 +19,7 @@ from ckptkit.errors import FormatError
 from ckptkit.foreign.decoded import Place
 from ckptkit.foreign.extents import ForeignStep
 from ckptkit.foreign.folder import Folder, parsed
-from ckptkit.foreign.orbax.arrays import Arrays
-from ckptkit.foreign.orbax.database import MANIFEST, read_database
+from ckptkit.foreign.readers.tensorstore import MANIFEST, Arrays, read_database
 from ckptkit.foreign.spread import MeshPart, strategy_of
 from ckptkit.foreign.states import States, StateTensor, counted
 from ckptkit.format.names import join
@@ -64,7 +63,11 @@ def read_orbax(folder: Folder) -> ForeignStep:
             hint="Orbax takes the ending off when a save is complete; take another step",
         )
     root = _json(folder, ROOT) if ROOT in folder.files else {}
-    items = sorted(key[: -len(METADATA)] for key in folder.files if _is_item(key))
+    items = sorted(
+        key[: -len(METADATA)]
+        for key in folder.files
+        if key.rpartition("/")[2] == METADATA and key.count("/") <= 1
+    )
     if not items:
         raise FormatError(
             "no item with a tree of arrays is in the checkpoint",
@@ -109,10 +112,6 @@ def read_orbax(folder: Folder) -> ForeignStep:
         time=nanoseconds / 1e9,
         encoded=arrays.encoded,
     )
-
-
-def _is_item(key: str) -> bool:
-    return key.rpartition("/")[2] == METADATA and key.count("/") <= 1
 
 
 def _json(folder: Folder, key: str) -> dict[str, Any]:

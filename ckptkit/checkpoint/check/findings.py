@@ -1,4 +1,4 @@
-"""What differs between two steps, as records, lines and a card."""
+"""What is wrong with a step, and what differs between two: as records, lines and a card."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ from ckptkit.model.folds import fold_names, natural_order
 from ckptkit.model.pictures import card, table
 
 _SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with a step."""
+
+    kind: str
+    """corrupt, missing, extra, mismatch, unreadable, or values: some are no finite numbers."""
+    where: str
+    what: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.where}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)

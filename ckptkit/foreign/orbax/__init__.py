@@ -1,1 +1,0 @@
-"""Checkpoints of Orbax, as JAX saves them: a tree of Zarr arrays, mostly in a database."""
