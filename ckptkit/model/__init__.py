@@ -1,4 +1,6 @@
-"""Values that check themselves: what a tensor is, how it is cut, and which rank holds what."""
+"""Values that check themselves: what a tensor is, how it is cut, and which rank holds what. Rules,
+which few commands need, are imported from their own module.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,6 @@ from ckptkit.model.placement import (
     placement_from_doc,
     placement_to_doc,
 )
-from ckptkit.model.rules import Cut, Experts, Pipeline, Rule, Rules
 from ckptkit.model.strategy import KINDS, MAX_AXES, MAX_WORLD_SIZE, Axis, Mesh, Strategy
 
 __all__ = [
@@ -30,21 +31,16 @@ __all__ = [
     "Assigned",
     "Axis",
     "Box",
-    "Cut",
     "DType",
-    "Experts",
     "Gap",
     "Grid",
     "Layout",
     "Mesh",
     "Owner",
     "Part",
-    "Pipeline",
     "Placement",
     "Replicas",
     "Replicate",
-    "Rule",
-    "Rules",
     "Shard",
     "Share",
     "Stage",
