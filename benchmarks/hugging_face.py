@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -17,7 +20,7 @@ from benchmarks.training import Training, filled
 from ckptkit.live import load
 from ckptkit.storage.source import LocalSource
 
-_FILE_BYTES = 1 << 30
+_FILE_BYTES, _PAGE = 1 << 30, 4096
 
 
 class Model:
@@ -55,6 +58,28 @@ class Model:
     def needed_bytes(self, folder: Path) -> int:  # noqa: ARG002 — as of every question
         """What this rank holds."""
         return self._training.nbytes
+
+    def paged_bytes(self, folder: Path) -> int:
+        """The pages of the files that hold what this rank needs: a disk gives no less."""
+        return sum(self._pages_of(path) for path in folder.glob("*.safetensors"))
+
+    def _pages_of(self, path: Path) -> int:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        pages = 0
+        for tensor, local in zip(self._tensors, self._training.local, strict=True):
+            if theirs(tensor.name) not in header:
+                continue
+            begin = 8 + length + header[theirs(tensor.name)]["data_offsets"][0]
+            size, rows = local.element_size(), math.prod(tensor.shape[:-1])
+            row, piece = tensor.shape[-1] * size, local.shape[-1] * size
+            if piece == row:  # whole rows, which lie together
+                pages += -(-local.nbytes // _PAGE)
+                continue
+            first = begin + np.arange(rows) * row + self._training.rank * piece
+            pages += int(((first + piece - 1) // _PAGE - first // _PAGE + 1).sum())
+        return pages * _PAGE
 
 
 class ByDcp(Model):

@@ -16,7 +16,8 @@ from ckptkit.checkpoint.reshard.target import ReshardOptions, cost_of, target_of
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo, ArrayKind
 from ckptkit.format.manifest import Manifest, PackInfo, SaveInfo, pack_name
-from ckptkit.model import DType, Rules, Strategy, layout_of
+from ckptkit.model import DType, Strategy, layout_of
+from ckptkit.model.rules import Rules
 from ckptkit.plan.chunks import choose_grid
 from ckptkit.plan.cuts import Tensor
 from ckptkit.plan.place import place

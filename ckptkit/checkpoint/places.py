@@ -7,7 +7,6 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -137,7 +136,7 @@ def described(store: Store, key: str) -> str:
 def new_save_id() -> str:
     """Never used before; sorts by time, so that a listing tells a story."""
     now = datetime.datetime.now(datetime.UTC)
-    return f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(6)}"
+    return f"{now:%Y%m%dT%H%M%SZ}-{os.urandom(6).hex()}"
 
 
 def read_manifest(folder: StepFolder) -> Manifest:

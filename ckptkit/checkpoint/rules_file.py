@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import yaml
 
 from ckptkit.errors import RulesError, nearest
-from ckptkit.model import Rules, Strategy
-from ckptkit.model.rules import fits, sizes_of
+from ckptkit.model import Strategy
+from ckptkit.model.rules import Rules, fits, sizes_of
 
 RulesLike: TypeAlias = Rules | Mapping[str, Any] | str | os.PathLike[str]
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import islice
 from typing import Any, Self, TypeVar
 
@@ -305,6 +304,8 @@ class ProgressBar:
         return text
 
     def _repr_html_(self) -> str:
+        from html import escape  # noqa: PLC0415 - for notebooks only
+
         # A bar that says nothing where nobody knows how much there is.
         values = f' value="{min(self.done, self.total)}" max="{self.total}"' if self.total else ""
         return f"<div><progress{values}></progress> <small>{escape(repr(self))}</small></div>"

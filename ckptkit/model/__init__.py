@@ -1,4 +1,6 @@
-"""Values that check themselves: what a tensor is, how it is cut, and which rank holds what."""
+"""Values that check themselves: what a tensor is, how it is cut, and which rank holds what. Rules,
+which few commands need, are imported from their own module.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +37,16 @@ __all__ = [
     "Assigned",
     "Axis",
     "Box",
-    "Cut",
     "DType",
-    "Experts",
     "Gap",
     "Grid",
     "Layout",
     "Mesh",
     "Owner",
     "Part",
-    "Pipeline",
     "Placement",
     "Replicas",
     "Replicate",
-    "Rule",
-    "Rules",
     "Shard",
     "Share",
     "Stage",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import islice
 
 from ckptkit.model.document import size_text
@@ -42,6 +41,12 @@ def _text(text: str) -> str:
         text = "".join(
             c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
         )
+    return _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    from html import escape  # noqa: PLC0415 — no command needs it
+
     return escape(text)
 
 
@@ -56,7 +61,7 @@ class Inline:
 
     def _repr_html_(self) -> str:
         style = "width:100%;height:640px;box-sizing:border-box;border:1px solid #8886"
-        inside = f'sandbox="allow-scripts" srcdoc="{escape(self.page)}"'
+        inside = f'sandbox="allow-scripts" srcdoc="{_escaped(self.page)}"'
         return f'<iframe style="{style}" {inside}></iframe>'
 
 
@@ -142,17 +147,17 @@ def _rect(box: tuple[float, float, float, float], turn: float, label: str, title
     x, y, width, height = (round(number, 1) for number in box)
     rect = (
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="hsl({turn * 360:.0f} 60% '
-        f'70%)" stroke="#8888" stroke-width=".5"><title>{escape(title)}</title></rect>'
+        f'70%)" stroke="#8888" stroke-width=".5"><title>{_text(title)}</title></rect>'
     )
     if not label or width < 7 * len(label) or height < 10:
         return rect
     middle = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 3:.1f}"'
-    text = f'<text {middle} text-anchor="middle" font-size="9" fill="#222">{escape(label)}</text>'
+    text = f'<text {middle} text-anchor="middle" font-size="9" fill="#222">{_text(label)}</text>'
     return rect + text
 
 
 def _picture(shapes: Sequence[str], width: float, height: float, caption: str) -> str:
-    what = escape(caption)
+    what = _text(caption)
     return (
         f'<svg width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'role="img" aria-label="{what}" font-family="sans-serif">{"".join(shapes)}</svg>'

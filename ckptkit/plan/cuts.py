@@ -13,20 +13,9 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from ckptkit.errors import LayoutError, RulesError
-from ckptkit.model import (
-    Axis,
-    Cut,
-    Experts,
-    Owner,
-    Placement,
-    Replicate,
-    Rule,
-    Rules,
-    Shard,
-    Strategy,
-    Strided,
-)
+from ckptkit.model import Axis, Owner, Placement, Replicate, Shard, Strategy, Strided
 from ckptkit.model.cut import AxisCut, DimCut
+from ckptkit.model.rules import Cut, Experts, Rule, Rules
 
 AS_IN_SOURCE = "as in the source"
 

@@ -14,10 +14,8 @@ from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import (
     Axis,
     Owner,
-    Pipeline,
     Placement,
     Replicate,
-    Rules,
     Shard,
     Stage,
     Strategy,
@@ -26,7 +24,7 @@ from ckptkit.model import (
 )
 from ckptkit.model.document import counted
 from ckptkit.model.folds import fold_names
-from ckptkit.model.rules import fits
+from ckptkit.model.rules import Pipeline, Rules, fits
 from ckptkit.plan.chunks import owners_of
 from ckptkit.plan.cuts import AS_IN_SOURCE, Cutter, Said, Subject, Tensor, subjects_of
 

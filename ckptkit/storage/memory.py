@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -71,7 +71,7 @@ class MemoryStore(KeyedStore):
     abilities = Abilities(part_size=1 << 20)
 
     def __init__(self, location: Location | None = None) -> None:
-        place = location or Location("memory", f"private-{secrets.token_hex(8)}")
+        place = location or Location("memory", f"private-{os.urandom(8).hex()}")
         if place.scheme != "memory":
             raise UsageError("not a memory location", where=str(place), hint="use open_store")
         name, _, folder = place.path.partition("/")

@@ -13,7 +13,8 @@ import yaml
 import ckptkit
 from ckptkit.checkpoint.rules_file import load_rules, presets, rules_between
 from ckptkit.errors import RulesError
-from ckptkit.model import Rules, Strategy
+from ckptkit.model import Strategy
+from ckptkit.model.rules import Rules
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.reshard.toy import RULES as TOY
 

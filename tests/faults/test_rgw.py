@@ -11,8 +11,10 @@ import ckptkit
 from ckptkit import CkptkitError, Run
 from ckptkit.errors import AccessError, NotFoundError, StepExistsError
 from ckptkit.storage import open_store
+from ckptkit.storage.base.address import SMALLEST_PART
 from ckptkit.storage.objects import server
 from ckptkit.storage.objects.server import BodyCheck
+from ckptkit.storage.objects.store import ObjectStore
 from tests.checkpoint.saving import small_state
 from tests.faults.racing import holder, race
 from tests.faults.scene import (
@@ -144,6 +146,28 @@ def test_where_the_server_compares_it_is_what_finds_a_damaged_part(
 
 def _never(_check: BodyCheck, piece: memoryview) -> None:
     assert piece.nbytes < MIB, "the server compares large pieces itself"
+
+
+def test_over_https_it_compares_signatures_alone(
+    rgw: Rgw, rgw_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = memoryview(b"x" * (2 * SMALLEST_PART))
+    monkeypatch.setattr(server, "WORTH_ASKING", data.nbytes)
+    for name, value in rgw.certificate.environment.items():
+        monkeypatch.setenv(name, value)
+    pace = {**UNHURRIED, "part_size": SMALLEST_PART}
+    plain, encrypted = (
+        open_store(f"{rgw_bucket.url}/run", rgw_bucket.through(endpoint, **pace))
+        for endpoint in (rgw.endpoint, rgw.tls_endpoint)
+    )
+    for store, name, compares in ((plain, "plain", True), (encrypted, "encrypted", False)):
+        assert isinstance(store, ObjectStore)
+        sink = store.create(name, [data.nbytes])
+        sink.write(0, data)
+        sink.finish()
+        assert store._server.known.compares_bodies is compares
+        assert store.read(name) == data
+    assert [entry.key for entry in plain.list()] == ["encrypted", "plain"]
 
 
 def test_wrong_keys_and_buckets_are_told_at_once(scene: Scene) -> None:

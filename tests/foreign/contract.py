@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,17 +117,10 @@ class ForeignContract(BitForBit):
             name = next(iter(sample.arrays))
             assert same(again[name][...], sample.arrays[name])
 
-    def test_no_torch_and_no_pickle_is_needed(self, sample: Sample) -> None:
-        code = (
-            "import sys, pickle, _pickle\n"
-            "import ckptkit\n"
-            "def refuse(*_): raise SystemExit('a pickle was run')\n"
-            "pickle.Unpickler = pickle.load = pickle.loads = refuse\n"
-            "with ckptkit.open(sys.argv[1]) as c:\n"
-            "    sum(array[...].nbytes for array in c.arrays.values())\n"
-            "assert 'torch' not in sys.modules\n"
-        )
-        subprocess.run([sys.executable, "-c", code, str(sample.place)], check=True)
+    def test_no_torch_and_no_pickle_is_needed(
+        self, sample: Sample, read_plainly: Callable[[Path], str]
+    ) -> None:
+        assert read_plainly(sample.place) == "read"
 
     def test_a_file_that_was_cut_short_is_named(self, sample: Sample, tmp_path: Path) -> None:
         for part in sample.parts:

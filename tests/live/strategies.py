@@ -482,6 +482,11 @@ MADE_OF_OTHERS = LIKE_OTHERS | {
     "fsdp1:2, grad op",
 }
 EACH_KIND = all_but(MADE_OF_OTHERS)
+# Those of these that run no line of ckptkit which others do not, but to tell how a job is spread:
+# what asks for that takes `EACH_KIND`.
+FEW_KINDS = all_but(
+    MADE_OF_OTHERS | {"hsdp:2x2", "replicate:2 of tp:2", "pp:2,fsdp:1,tp:2", "fsdp1:2x2"}
+)
 
 
 def build(layout: str, seed: int = 0, make: MakeOptimizer = adamw) -> Job:

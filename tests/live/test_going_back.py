@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,6 @@ import ckptkit
 from ckptkit.errors import InvalidNameError, PeerError, UsageError
 from ckptkit.live import Checkpointer
 from tests.live.pool import Pool
-
-LAST_STATEMENT = """
-import sys, torch
-from ckptkit.live import Checkpointer
-checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
-checkpointer.save(1, model=torch.nn.Linear(2000, 2000))
-"""
 
 
 def test_a_job_that_went_back_keeps_the_steps_it_saves_then(tmp_path: Path) -> None:
@@ -50,13 +41,6 @@ def test_the_best_step_stays_until_another_is_named(local: str | None, tmp_path:
             checkpointer.save(step, model=nn.Linear(2, 2))
             checkpointer.wait()
             assert checkpointer.run.steps() == sorted({best, step})
-
-
-def test_a_program_that_ends_right_after_a_save_finishes_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LAST_STATEMENT, str(tmp_path)]
-    subprocess.run(command, check=True, timeout=100)
-    assert ckptkit.Run(tmp_path).steps() == [1]
-    assert ckptkit.verify(tmp_path) == []
 
 
 def save_stages_of_one_name(location: str, tied: bool) -> str:

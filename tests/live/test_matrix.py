@@ -25,7 +25,7 @@ from tests.live.strategies import (
     pp_fsdp_tp,
 )
 
-STEPS = 2
+STEPS = 1
 
 
 CORE = [layout for layout in LAYOUTS if layout not in LIKE_OTHERS]

@@ -19,8 +19,8 @@ from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import CkptkitError, LayoutError, PeerError, RulesError
 from ckptkit.live import Checkpointer
 from ckptkit.live.state.parts import HandCuts
-from ckptkit.model import Rules
 from ckptkit.model import Shard as Cut
+from ckptkit.model.rules import Rules
 from tests.live.pool import Pool
 
 ROWS, COLUMNS = (6, 4, 4), 3

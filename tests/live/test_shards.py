@@ -30,7 +30,7 @@ from ckptkit.live import (
 from ckptkit.model import Box
 from tests.live.network import network
 from tests.live.pool import Pool
-from tests.live.strategies import EACH_KIND, LAYOUTS, Job, build
+from tests.live.strategies import FEW_KINDS, LAYOUTS, Job, build
 from tests.live.test_sharded_optimizer import momentum
 
 CUT = "model/layers.0.up.weight"
@@ -62,7 +62,7 @@ def go_on(layout: str) -> tuple[ShardingMetadata, list[float], list[float]]:
     return shard.metadata, *losses
 
 
-@pytest.mark.parametrize("layout", EACH_KIND)
+@pytest.mark.parametrize("layout", FEW_KINDS)
 def test_a_job_goes_on_from_the_shards_of_its_ranks(gloo: Pool, layout: str) -> None:
     ranks = LAYOUTS[layout].ranks
     held: dict[str, set[Box]] = {}

@@ -423,15 +423,19 @@ import sys, torch
 from ckptkit.live import Checkpointer
 checkpointer = Checkpointer(sys.argv[2], local=sys.argv[1], asynchronous=True)
 checkpointer.save(1, model=torch.nn.Linear(1000, 1000))
+alone = Checkpointer(sys.argv[3], asynchronous=True)
+alone.save(1, model=torch.nn.Linear(2000, 2000))
 """
 
 
-def test_a_program_that_ends_right_after_a_save_finishes_the_copy(
-    places: tuple[Path, Path],
+def test_a_program_that_ends_right_after_saves_finishes_them_and_the_copy(
+    places: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", LAST_STATEMENT, *map(str, places)]
+    every = (*places, tmp_path / "alone")
+    command = [sys.executable, "-c", LAST_STATEMENT, *map(str, every)]
     subprocess.run(command, check=True, timeout=100)
-    assert steps(*places) == [[1], [1]]
+    assert steps(*every) == [[1]] * 3
+    assert [ckptkit.verify(place) for place in every] == [[]] * 3
 
 
 def test_a_copy_is_logged(places: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:

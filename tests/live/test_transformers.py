@@ -87,7 +87,7 @@ def own(step: ckptkit.Checkpoint, name: str) -> Any:
     return array.read(box)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_a_resharded_llama_gives_the_logits_of_the_whole_one(
     gloo: Pool, tmp_path: Path, ranks: int
 ) -> None:

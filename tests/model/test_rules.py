@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from ckptkit.errors import LayoutError, RulesError
-from ckptkit.model import Cut, Experts, Pipeline, Replicate, Rule, Rules, Shard
-from ckptkit.model.rules import Expression, fits, sizes_of
+from ckptkit.model import Replicate, Shard
+from ckptkit.model.rules import Cut, Experts, Expression, Pipeline, Rule, Rules, fits, sizes_of
 
 TEXT = r"""
 rules:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import RulesError
-from ckptkit.model import Box, Placement, Rules, Strategy, layout_of, parse_placement
+from ckptkit.model import Box, Placement, Strategy, layout_of, parse_placement
+from ckptkit.model.rules import Rules
 from ckptkit.plan.cuts import Tensor
 from ckptkit.plan.place import Placed, decide, place
 

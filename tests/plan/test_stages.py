@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import RulesError
-from ckptkit.model import Rules, Strategy
+from ckptkit.model import Strategy
+from ckptkit.model.rules import Rules
 from ckptkit.plan.cuts import Tensor
 from ckptkit.plan.place import balanced, place
 

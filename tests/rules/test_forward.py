@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ckptkit
 from ckptkit.checkpoint.rules_file import load_rules
-from ckptkit.model import Rules
+from ckptkit.model.rules import Rules
 from ckptkit.storage import MemoryStore
 from tests.rules.models import KINDS
 from tests.rules.simulated import run

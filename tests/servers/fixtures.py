@@ -53,9 +53,9 @@ def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rgw]:
-    """Ceph's S3, in tests that are marked so."""
+    """Ceph's S3, in tests that are marked so: it ends with them, as its daemons are never idle."""
     if reason := why_not():
         pytest.skip(f"the rgw suite did not run: {reason}")
     with Rgw(tmp_path_factory.mktemp("rgw")) as server:

@@ -16,7 +16,6 @@ from tests.servers.certificate import Certificate
 from tests.servers.faults import Answer, FlipUpload, kind
 from tests.servers.http_wire import Head
 from tests.servers.proxy import Proxy
-from tests.servers.rgw import Rgw
 from tests.servers.s3_server import Bucket
 
 SIZE = 2 * SMALLEST_PART
@@ -137,18 +136,3 @@ def test_s3fs_sends_no_crc_and_asks_for_none(bucket: Bucket, ignoring: Proxy) ->
     save(store, "a")
     assert store.read("a") == DATA
     assert asked(ignoring) == []
-
-
-@pytest.mark.rgw
-def test_ceph_compares_signatures_alone(
-    rgw: Rgw, rgw_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in rgw.certificate.environment.items():
-        monkeypatch.setenv(name, value)
-    plain, encrypted = (opened(rgw_bucket, it) for it in (rgw.endpoint, rgw.tls_endpoint))
-    save(plain, "plain")
-    save(encrypted, "encrypted")
-    assert plain._server.known.compares_bodies is True
-    assert encrypted._server.known.compares_bodies is False
-    assert [entry.key for entry in plain.list()] == ["encrypted", "plain"]
-    assert encrypted.read("encrypted") == DATA

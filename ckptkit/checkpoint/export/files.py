@@ -7,7 +7,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -121,11 +120,11 @@ def appearing(target: Path, only: str = "", name: str = "") -> Iterator[Path]:
     try:
         with refusals(str(target)):
             make_folders(target.parent)
-            written = target.with_name(f".{target.name}.partial-{name or secrets.token_hex(4)}")
+            written = target.with_name(f".{target.name}.partial-{name or os.urandom(4).hex()}")
             with _turn(target, written) as is_alone:
                 if not is_alone:  # another may be writing there
                     name = ""
-                    written = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+                    written = target.with_name(f".{target.name}.partial-{os.urandom(4).hex()}")
                 try:
                     if written.is_symlink():
                         written.unlink()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -190,7 +190,7 @@ def seconds_of(source: Checkpoint, folder: StepFolder, budget: Budget, cost: Res
     if cost.bytes_written:
         size = min(_PROBE_BYTES, cost.bytes_written)
         parts = min(_PROBE_PARTS, cost.bytes_written // size)
-        key = f"{folder.data(f'probe-{secrets.token_hex(8)}')}/{pack_name(0)}"
+        key = f"{folder.data(f'probe-{os.urandom(8).hex()}')}/{pack_name(0)}"
         sink = store.create(key, [size] * parts, memory=budget.sink_bytes)
         is_kept = store.abilities.waits_for_answers
 

@@ -29,8 +29,9 @@ from ckptkit.format.arrays import ArrayInfo, ArrayKind
 from ckptkit.format.leaves import dumps
 from ckptkit.format.manifest import Manifest, SaveInfo
 from ckptkit.format.names import DIGEST_ALGORITHM, inner_name
-from ckptkit.model import Layout, Rules, Strategy, layout_of
+from ckptkit.model import Layout, Strategy, layout_of
 from ckptkit.model.document import parse_size
+from ckptkit.model.rules import Rules
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, Owned, chunks_to_write, target_grid
 from ckptkit.plan.cuts import Tensor
 from ckptkit.plan.place import decide, place

@@ -15,7 +15,7 @@ is complete, and replaces one that has the same bytes. So nothing that is commit
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -95,7 +95,7 @@ class Mirror:
         """
         if ranks.rank == 0:
             self._claim()
-        mark = ranks.share(lambda: f"seen-by-all-{secrets.token_hex(8)}.txt")
+        mark = ranks.share(lambda: f"seen-by-all-{os.urandom(8).hex()}.txt")
         try:
             if ranks.rank == 0 and ranks.world_size > 1:
                 self.local.put(mark, b"for a moment")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import secrets
+import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -412,7 +412,7 @@ def clock_of(store: Store) -> float:
     """The time by the clock that a store stamps objects with, by a small one that is deleted, with
     those that others left who were killed here.
     """
-    key = f"{_CLOCK}/{secrets.token_hex(8)}"
+    key = f"{_CLOCK}/{os.urandom(8).hex()}"
     store.put(key, b"now")
     gone = [key]
     try:

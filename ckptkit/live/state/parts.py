@@ -23,21 +23,9 @@ from ckptkit.errors import LayoutError, RulesError, UnsupportedTypeError
 from ckptkit.format.names import OPTIMIZER, inner_name, join, split
 from ckptkit.live.state.tensors import dtype_name, same_bits
 from ckptkit.live.state.topology import Topology
-from ckptkit.model import (
-    Box,
-    Cut,
-    Experts,
-    Owner,
-    Part,
-    Placement,
-    Replicate,
-    Rule,
-    Rules,
-    Shard,
-    Strided,
-    parse_placement,
-)
+from ckptkit.model import Box, Owner, Part, Placement, Replicate, Shard, Strided, parse_placement
 from ckptkit.model.document import located
+from ckptkit.model.rules import Cut, Experts, Rule, Rules
 
 HowCut: TypeAlias = Placement | Cut | Experts
 Index: TypeAlias = tuple[slice, ...]

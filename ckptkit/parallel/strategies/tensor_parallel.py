@@ -26,8 +26,9 @@ from torch.distributed.tensor.parallel import (
 
 from ckptkit.checkpoint.rules_file import load_rules
 from ckptkit.errors import LayoutError, RulesError
-from ckptkit.model import Cut, Replicate, Rules, Shard
+from ckptkit.model import Replicate, Shard
 from ckptkit.model.document import located
+from ckptkit.model.rules import Cut, Rules
 from ckptkit.parallel.strategies.options import StrategyOptions, mapped, opened, tensors_of
 
 _KNOWN = (nn.Linear, nn.Embedding)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -206,7 +205,7 @@ def folder_of(prefix: str) -> str:
 
 def new_temporary() -> str:
     """A name for the store's own use that nothing has."""
-    return f"{TEMPORARY}{secrets.token_hex(8)}"
+    return f"{TEMPORARY}{os.urandom(8).hex()}"
 
 
 def temporary_beside(key: str) -> str:

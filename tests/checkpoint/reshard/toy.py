@@ -9,7 +9,8 @@ from typing import Any
 
 import ckptkit
 from ckptkit import Checkpoint, PerRank, Replicated, Split, Strategy, Sum, Writer
-from ckptkit.model import Rules, layout_of
+from ckptkit.model import layout_of
+from ckptkit.model.rules import Rules
 from ckptkit.plan.cuts import Tensor as Facts
 from ckptkit.plan.place import place
 from ckptkit.storage import MemoryStore

@@ -64,11 +64,6 @@ class TestWhatDeepSpeedWrites(ForeignContract):
     def test_opening_reads_no_tensor(self, sample: Sample, tmp_path: Path) -> None:
         """Between these small tensors there is more to read than they are."""
 
-    def test_no_torch_and_no_pickle_is_needed(self, sample: Sample) -> None:
-        """A process takes a second: one is enough."""
-        if sample.place.parent.name == "zero3":
-            super().test_no_torch_and_no_pickle_is_needed(sample)
-
 
 @pytest.mark.parametrize("case", STRATEGIES)
 def test_the_run_is_opened_at_its_tag_and_says_what_wrote_it(case: str, written: Path) -> None:
