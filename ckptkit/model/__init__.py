@@ -8,7 +8,6 @@ from ckptkit.model.box import MAX_COORDINATE, Box, Gap, check_cover, flat_boxes
 from ckptkit.model.dtype import DTYPES, DType
 from ckptkit.model.grid import MAX_CHUNKS, Grid
 from ckptkit.model.layout import Assigned, Layout, Part, Replicas, Share, layout_of
-from ckptkit.model.rules import Cut, Experts, Pipeline, Rule, Rules
 from ckptkit.model.strategy import (
     KINDS,
     MAX_AXES,
