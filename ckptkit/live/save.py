@@ -369,15 +369,14 @@ def _plain_values(
         for key, value in group["options"].items():
             found[join("optimizer", "param_groups", str(number), key)] = value
     # Of ZeRO-1 each rank has the state of parameters of its own.
-    if not any(axis.kind == "zero1" for axis in snapshot.topology.strategy.mesh.axes):
-        counts = {
+    if groups and not any(axis.kind == "zero1" for axis in snapshot.topology.strategy.mesh.axes):
+        found["optimizer/state"] = {
             f"{parameter}/{key}": value
             for document in snapshot.optimizers
             for parameter, said in document["values"].items()
             for key, value in said.items()
             if isinstance(value, int)
         }
-        found |= {"optimizer/state": counts} if counts else {}
     return {
         name: zlib.crc32(canonical(value, name))
         for name, value in found.items()

@@ -293,6 +293,7 @@ PLAIN = {
     "tensor lr": "optimizer/param_groups/0/lr",
     "own option": "optimizer/param_groups",
     "plain state": "optimizer/state",
+    "own state": "optimizer/state",
     "extra state": "model/_extra_state",
 }
 
@@ -307,6 +308,8 @@ def save_what_differs_plainly(location: str, what: str, differing: list[str]) ->
         optimizer.param_groups[0]["warmed_up"] = True
     if what == "plain state":
         optimizer.state[model.layer.bias]["seen"] = rank
+    if what == "own state" and rank:
+        optimizer.state[model.layer.bias]["seen"] = 0
     if what == "extra state":
         model.said = rank
     try:
