@@ -30,8 +30,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckptkit.activation.memory import is_plain, storages_in, storages_of, unmetered
 from ckptkit.errors import UsageError
+from ckptkit.live.state.extra import rng_state, set_rng_state
 from ckptkit.live.state.tensors import bytes_of
-from ckptkit.live.wrappers.modules import buffers_of, put_buffers
+from ckptkit.live.wrappers.modules import buffers_of, keeping_buffers, put_buffers
 
 Context = AbstractContextManager[Any]
 Contexts = Callable[[], tuple[Context, Context]]
@@ -364,6 +365,38 @@ def versions_of(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, int]]:
         for weight in module._parameters.values()
         if weight is not None and type(weight) in (torch.Tensor, nn.Parameter)
     ]
+
+
+@contextmanager
+def traceless(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gradients, buffers and random numbers are afterwards what they were; what changes parameters
+    is refused.
+    """
+    inner = {id(each): each for module in modules for each in module.modules()}.values()
+    parameters = [each for module in modules for each in module.parameters()]
+    versions = versions_of(inner)
+    gradients = [each.grad for each in parameters]
+    # Gradients of DDP lie in its buckets, which it goes on writing to.
+    copies = [None if each is None else each.detach().clone() for each in gradients]
+    random = rng_state()
+    for weight in parameters:
+        weight.grad = None
+    try:
+        with keeping_buffers(inner):
+            yield
+    finally:
+        set_rng_state(random)
+        with torch.no_grad():
+            for weight, gradient, before in zip(parameters, gradients, copies, strict=True):
+                weight.grad = gradient
+                if gradient is not None and before is not None:
+                    gradient.copy_(before)
+    if any(version_of(weight) != version for weight, version in versions):
+        raise UsageError(
+            "the step that a budget measures has changed parameters",
+            hint="pass a forward and a backward alone, and let no hook run the optimizer; load "
+            "the parameters again",
+        )
 
 
 @dataclass(slots=True)

@@ -346,6 +346,21 @@ def group_document() -> bytes:
     return _dump({"zarr_format": 3, "node_type": "group", "attributes": {}})
 
 
+def presented_grid(array: ArrayInfo) -> Grid:
+    """The grid that a view shows: its own if it is regular, else the longest pieces, which
+    zarr-python 3.1 can read too; of an empty array one that has nothing to be walked along.
+    """
+    if not array.grid.chunk_count:
+        return Grid.regular(array.shape, tuple(max(1, extent) for extent in array.shape))
+    if array.grid.is_regular:
+        return array.grid
+    longest = [
+        max(b - a for a, b in zip((0, *edges), (*edges, extent), strict=True))
+        for edges, extent in zip(array.grid.edges, array.shape, strict=True)
+    ]
+    return Grid.regular(array.shape, tuple(max(1, extent) for extent in longest))
+
+
 def array_document(array: ArrayInfo, grid: Grid | None = None) -> bytes:
     """The document of an array, as stored or as presented with another grid."""
     return _array_document(array.shape, array.dtype, grid or array.grid, array.role)

@@ -8,18 +8,23 @@ from ckptkit.model.box import MAX_COORDINATE, Box, Gap, check_cover, flat_boxes
 from ckptkit.model.dtype import DTYPES, DType
 from ckptkit.model.grid import MAX_CHUNKS, Grid
 from ckptkit.model.layout import Assigned, Layout, Part, Replicas, Share, layout_of
-from ckptkit.model.placement import (
+from ckptkit.model.strategy import (
+    KINDS,
+    MAX_AXES,
+    MAX_WORLD_SIZE,
+    Axis,
+    Mesh,
     Owner,
     Placement,
     Replicate,
     Shard,
     Stage,
+    Strategy,
     Strided,
     parse_placement,
     placement_from_doc,
     placement_to_doc,
 )
-from ckptkit.model.strategy import KINDS, MAX_AXES, MAX_WORLD_SIZE, Axis, Mesh, Strategy
 
 __all__ = [
     "DTYPES",

@@ -17,8 +17,16 @@ from typing import Any, TypeAlias
 from ckptkit.errors import LayoutError
 from ckptkit.model.box import Box
 from ckptkit.model.cut import AxisCut, Digit, DimCut, Intervals, Tangle
-from ckptkit.model.placement import Owner, Placement, Replicate, Shard, Stage, Strided
-from ckptkit.model.strategy import Axis, Strategy
+from ckptkit.model.strategy import (
+    Axis,
+    Owner,
+    Placement,
+    Replicate,
+    Shard,
+    Stage,
+    Strategy,
+    Strided,
+)
 
 # Per dim: start in the tensor, length, start in what the rank holds.
 _Run: TypeAlias = tuple[int, int, int]

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model.box import MAX_COORDINATE
 from ckptkit.model.document import in_short
-from ckptkit.model.placement import Placement, Replicate, Shard, parse_placement
+from ckptkit.model.strategy import Placement, Replicate, Shard, parse_placement
 
 Blocks: TypeAlias = "Expression | tuple[Expression, ...]"
 # It bounds the recursion, and the size of products.

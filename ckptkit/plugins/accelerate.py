@@ -17,7 +17,7 @@ from ckptkit.checkpoint.places import Place
 from ckptkit.errors import NotFoundError, UsageError
 from ckptkit.format.leaves import dumps
 from ckptkit.live import Checkpointer, PerDataRank, Restored, load, rng_state, set_rng_state
-from ckptkit.plugins.framework import Framework, extra_beside, opened
+from ckptkit.plugins import Framework, extra_beside, opened
 
 log = logging.getLogger("ckptkit.plugins")
 

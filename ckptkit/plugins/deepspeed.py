@@ -28,8 +28,8 @@ from ckptkit.live import Checkpointer, Restored, StateMismatchError, load
 from ckptkit.live.state.entries import canonical_names, every_module, state_of
 from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.flat import as_dtensor
+from ckptkit.plugins import Framework, extra_beside, opened
 from ckptkit.plugins.deepspeed_elements import ElementCut, HeldElements, Move, exchange
-from ckptkit.plugins.framework import Framework, extra_beside, opened
 
 DEEPSPEED = Framework("deepspeed", "0.19", "deepspeed")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.errors import UsageError
-from ckptkit.plugins.framework import Framework
+from ckptkit.plugins import Framework
 
 # What the strategies override. A release that calls it otherwise would save without us, unnoticed.
 _OVERRIDDEN = (

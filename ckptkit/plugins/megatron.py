@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ckptkit.plugins.framework import Framework
+from ckptkit.plugins import Framework
 
 _GROUPS = (
     *("pipeline_model_parallel", "tensor_model_parallel", "data_parallel", "context_parallel"),

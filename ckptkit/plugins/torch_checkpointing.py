@@ -31,7 +31,7 @@ from ckptkit.foreign.readers.torch_save import FILES, RECORD, RECORD_KIND, SUMS
 from ckptkit.format.envelope import seal, unseal
 from ckptkit.live.state.ranks import current_world
 from ckptkit.model.document import Fields
-from ckptkit.plugins.framework import Framework
+from ckptkit.plugins import Framework
 from ckptkit.plugins.torch_checkpointing_streams import (
     BLOCK,
     SUMS_KIND,

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
 from ckptkit.errors import UsageError
 from ckptkit.live.state.extra import SEEN_BY_ALL
-from ckptkit.plugins.framework import Framework
+from ckptkit.plugins import Framework
 
 TORCHDATA = Framework("torchdata", "0.11", "torchdata")
 StatefulDataLoader: Any = TORCHDATA.private(

@@ -17,7 +17,7 @@ from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer, StateMismatchError, load, save
 from ckptkit.live.state.ranks import current_world, meeting
-from ckptkit.plugins.framework import Framework
+from ckptkit.plugins import Framework
 from ckptkit.storage import Options
 
 TORCHTITAN = Framework("torchtitan", "0.3", "torchtitan")

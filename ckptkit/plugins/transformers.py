@@ -26,7 +26,7 @@ from ckptkit.live import (
     rng_state,
     set_rng_state,
 )
-from ckptkit.plugins.framework import Framework
+from ckptkit.plugins import Framework
 
 log = logging.getLogger("ckptkit.plugins")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptkit.activation import checkpoint_activations, peak_bytes
-from ckptkit.activation.budget import BlockCost, Costs, Search, choose, measure, peak_of
+from ckptkit.activation.policy import BlockCost, Costs, Search, choose, measure, peak_of
 from ckptkit.errors import UsageError
 from ckptkit.live import rng_state
 from tests.activation.network import batch, gpt, loss_of

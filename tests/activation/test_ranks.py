@@ -30,8 +30,8 @@ from ckptkit.activation import (
     partition,
     peak_bytes,
 )
-from ckptkit.activation.budget import traceless
 from ckptkit.activation.partition import cut
+from ckptkit.activation.recompute import traceless
 from ckptkit.errors import LayoutError
 from tests.activation import network
 from tests.activation.network import WAYS, batch, gpt, gradients, same

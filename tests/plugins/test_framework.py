@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ckptkit.errors import UsageError
-from ckptkit.plugins.framework import Framework
+from ckptkit.plugins import Framework
 
 
 def test_a_missing_framework_names_the_extra_that_installs_it() -> None:

@@ -58,6 +58,7 @@ _ARRAY, _OBJECT, _STEP = b"ckptkit-array-1\0", b"ckptkit-object-1\0", b"ckptkit-
 _SPARE = 4 << 20
 # So many elements at a time: what they are converted to stays in the cache, and small.
 _BLOCK = 1 << 14
+# The same for those that are only asked whether they are finite.
 _FINITE_BLOCK = 1 << 16
 _LARGEST = float(2**64)
 

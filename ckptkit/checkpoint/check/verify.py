@@ -236,6 +236,8 @@ class PackWindow(NamedTuple):
 class PackBytes:
     """What every byte of a pack has to be: its entries without a gap, up to `end`, then exactly
     `closing`. The pack of group documents has no record: it is `closing` alone.
+
+    A copy of a step sends nothing on that it has not looked at with this.
     """
 
     entries: Callable[[], _Entries]

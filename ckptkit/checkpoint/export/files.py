@@ -18,10 +18,10 @@ from typing import Any
 from ckptkit.checkpoint.places import crc_of, stored_size
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY
-from ckptkit.checkpoint.read.zarr_view import presented_grid
 from ckptkit.checkpoint.workers import Progress, at_once, share_out
 from ckptkit.errors import AlreadyExistsError, CkptkitError, StorageError, UsageError
 from ckptkit.format import leaves
+from ckptkit.format.arrays import presented_grid
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Location, Store, open_store
 from ckptkit.storage.base.disk import entered, make_folders, refusals, sync_folder

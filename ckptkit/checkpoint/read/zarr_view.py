@@ -29,28 +29,14 @@ from ckptkit.format.arrays import (
     chunk_key,
     group_document,
     key_of,
+    presented_grid,
 )
 from ckptkit.format.names import ancestors
-from ckptkit.model import Box, Grid
+from ckptkit.model import Box
 
 Values = npt.NDArray[Any]
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
-
-
-def presented_grid(array: ArrayInfo) -> Grid:
-    """The grid that a view shows: its own if it is regular, else the longest pieces, which
-    zarr-python 3.1 can read too; of an empty array one that has nothing to be walked along.
-    """
-    if not array.grid.chunk_count:
-        return Grid.regular(array.shape, tuple(max(1, extent) for extent in array.shape))
-    if array.grid.is_regular:
-        return array.grid
-    longest = [
-        max(b - a for a, b in zip((0, *edges), (*edges, extent), strict=True))
-        for edges, extent in zip(array.grid.edges, array.shape, strict=True)
-    ]
-    return Grid.regular(array.shape, tuple(max(1, extent) for extent in longest))
 
 
 class ZarrView(Store):
