@@ -1,4 +1,4 @@
-"""A small transformer under the strategies that people use: every pair of them, as one table."""
+"""A small transformer under the strategies that people use: pairs of them, as one table."""
 
 from __future__ import annotations
 
@@ -77,8 +77,20 @@ def saved_under(strategy: str) -> MemoryStore:
     return store
 
 
-@pytest.mark.parametrize("target", STRATEGIES)
-@pytest.mark.parametrize("source", STRATEGIES)
+def in_core(source: str, target: str) -> bool:
+    """Whether every run tries this pair: each is read as itself and as two that are far off."""
+    names = list(STRATEGIES)
+    return (names.index(source) - names.index(target)) % len(names) in (0, 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(source, target, marks=() if in_core(source, target) else pytest.mark.long)
+        for source in STRATEGIES
+        for target in STRATEGIES
+    ],
+)
 def test_what_one_strategy_wrote_another_reads(source: str, target: str) -> None:
     other = Strategy.of(target)
     with ckptkit.open(saved_under(source)) as checkpoint:

@@ -23,8 +23,8 @@ from tests.checkpoint.saving import same
 
 
 def in_core(source: str, to: str) -> bool:
-    """Whether every run tries this pair: each becomes itself, its relative and opposites."""
-    return (STRATEGIES.index(source) - STRATEGIES.index(to)) % len(STRATEGIES) in (0, 1, 4, 7, 11)
+    """Whether every run tries this pair: each becomes itself and two that are far off."""
+    return (STRATEGIES.index(source) - STRATEGIES.index(to)) % len(STRATEGIES) in (0, 4, 7)
 
 
 @pytest.mark.parametrize(
