@@ -123,7 +123,6 @@ _CORE = {
     "zero2:2",
     "fsdp:4, experts on ep:2",
     "pp:2, two stages each",
-    "pp:2,fsdp:1,tp:2",
 }
 
 
