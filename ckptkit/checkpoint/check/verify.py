@@ -16,7 +16,6 @@ import numpy as np
 from isal import isal_zlib
 
 from ckptkit.checkpoint.check.findings import Finding
-from ckptkit.checkpoint.check.state import not_finite
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
@@ -97,6 +96,9 @@ def verify(
         checkpoint = Checkpoint(folder, manifest)
     with checkpoint:
         if values and not findings:
+            # What most commands, and all that copy steps, have no need of.
+            from ckptkit.checkpoint.check.state import not_finite  # noqa: PLC0415
+
             limits = Limits.of(parse_size(memory), threads, sources=[checkpoint])
             try:
                 findings = not_finite(checkpoint, limits, progress)
