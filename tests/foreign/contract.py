@@ -54,16 +54,18 @@ def read_all(place: Path, names: Iterable[str] | None = None) -> None:
             checkpoint.read(name)
 
 
-class BitForBit:
-    """However a checkpoint was spread, each of its tensors is what its framework loads, on every
-    way out of it. Subclasses have a fixture `sample`.
-    """
+class Reading:
+    """Each tensor is what its framework loads. Subclasses have a fixture `sample`."""
 
     def test_every_tensor_is_what_the_framework_loads(self, sample: Sample) -> None:
         with ckptkit.open(sample.place) as checkpoint:
             assert set(checkpoint.arrays) == set(sample.arrays)
             for name, wanted in sample.arrays.items():
                 assert same(checkpoint[name][...], wanted), name
+
+
+class BitForBit(Reading):
+    """However a checkpoint was spread, its tensors are these on every way out of it."""
 
     def test_it_becomes_a_step_that_holds_the_same(self, sample: Sample, tmp_path: Path) -> None:
         """Of ranks of FSDP, and from there of ranks that cut other dims."""
