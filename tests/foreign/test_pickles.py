@@ -10,6 +10,7 @@ import random
 import tracemalloc
 import warnings
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -237,34 +238,79 @@ def test_alike_tensors_are_one_value() -> None:
     assert len({id(entry) for entry in entries}) == 2
 
 
+ENTRY = b"\x80\x04ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n\x940"
+
+
+def named(key: int) -> bytes:
+    return b"\x8c\x01%c\x94" % key
+
+
 def test_what_has_changed_meanwhile_does_not_come_again() -> None:
     """What stands at a place of the memo may be another one then."""
-    named = b"\x8c\x01%c\x94"
     entry = b"h\x00)\x81\x94}h\x01h\x02sb"
-    begin = b"\x80\x04ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n\x940"
-    begin += b"\x8c\x01k\x940K\x05\x940("
-    same = read(begin + b"".join(named % key + entry for key in b"abc") + b"d.")
+    begin = ENTRY + b"\x8c\x01k\x940K\x05\x940("
+    same = read(begin + b"".join(named(key) + entry for key in b"abc") + b"d.")
     assert [it.state for it in same.values()] == [{"k": 5}] * 3
     assert same["b"] is same["a"]
     put = b"K\x07q\x020"
-    other = read(
-        begin + named % b"a" + entry + named % b"b" + put + entry + named % b"c" + entry + b"d."
-    )
+    there = named(98) + put + entry + named(99) + entry + b"d."
+    other = read(begin + named(97) + entry + there)
     assert [it.state for it in other.values()] == [{"k": 5}, {"k": 7}, {"k": 7}]
 
 
 def test_bytes_that_take_a_key_along_are_no_value_of_their_own() -> None:
     made = b"h\x00)\x81\x94}b"
-    begin = b"\x80\x04ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n\x940]("
+    begin, keys = ENTRY + b"](", b"abcd"
     # Each text becomes part of a tuple, and what lies behind it is a value for itself.
-    pair = b"\x85\x94" + made
-    keys = b"abcd"
-    found = read(begin + b"".join(b"\x8c\x01%c\x94" % key + pair for key in keys) + b"e.")
+    found = read(begin + b"".join(named(key) + b"\x85\x94" + made for key in keys) + b"e.")
     assert found[::2] == [(chr(key),) for key in keys]
     # Here the first value is put into a pair with its key, and is meant again in the second pair.
     again = b"h\x00)\x81\x94\x86h\x02}b"
     with pytest.raises(FormatError, match="state"):
-        read(begin + b"".join(b"\x8c\x01%c\x94" % key + again for key in b"abc") + b"e.")
+        read(begin + b"".join(named(key) + again for key in keys) + b"e.")
+    # Here it takes away what is below it, and is put back.
+    taken = b"h\x00)\x81\x940" + b"\x85\x85h\x01h\x02}b"
+    with pytest.raises(FormatError, match="state"):
+        read(begin + b"".join(named(key) + taken for key in keys) + b"e.")
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_what_may_be_a_key_stays_one_of_its_own(protocol: int) -> None:
+    """Objects that are alike are several keys, and several members of a set."""
+    objects = [BytesIO(b"y") for _ in range(6)]
+    keys = {each: str(number) for number, each in enumerate(objects)}
+    found = read(pickle.dumps(keys, protocol=protocol))
+    assert list(found.values()) == list("012345")
+    mixed = {*objects, *"abcdefgh"}
+    assert len(read(pickle.dumps(mixed, protocol=protocol))) == len(mixed)
+    assert len(read(pickle.dumps(frozenset(mixed), protocol=protocol))) == len(mixed)
+
+
+def test_what_could_still_change_does_not_come_again() -> None:
+    """A list that is nowhere, and is filled later."""
+    entry = b"h\x00)\x81\x94]\x940}b"
+    begin = ENTRY + b"}\x94("
+    ends = named(ord("z")) + b"Nuh\x04K\x01a00h\x04h\x07\x86."
+    data = begin + named(97) + entry + named(98) + entry + ends
+    assert read(data) == ([1], [])
+
+
+def test_remembering_takes_no_longer_than_reading() -> None:
+    class Memo(list[Any]):
+        copied = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            found = super().__getitem__(place)
+            if isinstance(place, slice):
+                Memo.copied += len(found)
+            return found
+
+    part = b"\x8c\x00\x94" + b"\x94" * 8000 + b"\x8c\x01b" * 2000
+    data = b"\x80\x04(" + part * 4 + b"1N."
+    it = interpreter._Interpreter(data, "a", None)
+    it.memo = Memo()
+    assert it.run() is None
+    assert Memo.copied < len(data)
 
 
 def mutated(data: bytes, dice: random.Random) -> bytes:

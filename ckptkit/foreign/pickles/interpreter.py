@@ -10,9 +10,11 @@ value.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ckptkit.errors import FormatError
@@ -40,8 +42,11 @@ _OWN_HASH = 2**61 - 1
 _MOST_ALIKE = 1 << 10
 # A longer text counts as an item for so many of its bytes.
 _LONG, _ITEM_BYTES = 64, 8
-# Values that may come again, how many and of what length.
+# What may come again, how many and of what length: no key of a map, which would be the same then.
+_ENTRY = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
 _AGAIN, _MOST_AGAIN = 32, 1 << 14
+# It is made first of all, of a class in the memo.
+_NEW = re.compile(rb"(?:h.|j....)\)\x81\x94", re.DOTALL)
 # Four times for each tensor of DCP: a tuple is memoized, put into another, that is memoized, a
 # function called with it, the result memoized.
 _REST_OF_SIZE, _SIZE = b"\x94\x85\x94R\x94", Global("torch.Size")
@@ -88,10 +93,10 @@ class _Interpreter:
         self.hashes: set[tuple[int, int]] = set()
         """The hashes of keys, each with the map that it is in; keys that are `alike` share one."""
         self.alike = 0
-        self.last: tuple[str, int, int, int, int] | None = None
-        """The last key, where its value begins, and the lengths of stack, marks and memo there."""
+        self.last: tuple[int, int, int, int] | None = None
+        """Where the value of the last key begins, and how long stack, marks and memo were there."""
         self.again: deque[tuple[bytes, Any, list[Any]]] = deque(maxlen=_AGAIN)
-        """What followed keys, byte by byte, with its value and what it put into the memo."""
+        """Entries of tensors, byte by byte, with their values and what they put into the memo."""
         self.inside: set[int] = set()
         """Those that are inside of others. They do not change any more, but for the states of
         placeholders: so no value is ever inside of itself, and what was counted stays right.
@@ -187,8 +192,7 @@ class _Interpreter:
             raise self.refuse("the pickle changes a value that is inside of another already")
 
     def text(self, length: int) -> None:
-        raw = self.take(length)
-        self.long(raw.decode("utf-8", "surrogatepass"), length)
+        self.long(self.take(length).decode("utf-8", "surrogatepass"), length)
 
     def long(self, value: Any, length: int) -> None:
         if length > _LONG:
@@ -196,23 +200,25 @@ class _Interpreter:
         self.stack.append(value)
 
     def remember(self, end: int) -> None:
-        """Remember the value of the last key, which ends here, where nothing can change it."""
-        if self.last is None or self.data[end - 1] != _BUILD or end - self.last[1] > _MOST_AGAIN:
+        """Remember the entry of a tensor that ends here, if nothing can change it any more."""
+        begun, self.last = self.last, None
+        if begun is None or self.data[end - 1] != _BUILD or end - begun[0] > _MOST_AGAIN:
             return
-        key, begin, depth, marks, memoized = self.last
-        value, made = self.stack[-1], self.memo[memoized:]
-        alone = [len(self.stack), len(self.below)] == [depth + 1, marks] and self.stack[-2] is key
-        calls = [it for it in made if type(it) is Placeholder]
-        # It was made first, and all in it has its state, so that none will get another.
-        if alone and calls[:1] == [value] and all(it.state is not None for it in calls):
-            self.inside.add(id(value))
-            self.again.append((self.data[begin:end], value, made))
+        begin, *lengths, memoized = begun
+        value, made = self.stack[-1:], self.memo[memoized:]
+        parts = [it for it in made if type(it) in (Placeholder, list, dict, set)]
+        # It was made first, in its place, and is in nothing yet: so it took nothing from below.
+        if (
+            (lengths == [len(self.stack) - 1, len(self.below)] and parts[:1] == value)
+            and (_NEW.match(self.data, begin) and parts[0].name == _ENTRY)
+            and [it for it in parts if id(it) not in self.inside] == value
+            and all(it.state is not None for it in parts if type(it) is Placeholder)
+        ):
+            self.inside.add(id(value[0]))
+            self.again.append((self.data[begin:end], value[0], made))
 
     def value_of(self, key: str) -> None:
-        """Layers are alike: where the bytes behind another key come again, so does the value.
-
-        What they take from the memo is what was taken the first time.
-        """
+        """Layers are alike: where the entry behind another key comes again, so does its value."""
         self.memo.append(key)
         self.at += 1
         for data, value, made in self.again:
@@ -220,9 +226,8 @@ class _Interpreter:
                 self.at += len(data)
                 self.stack.append(value)
                 self.memo += made
-                self.last = None
                 return
-        self.last = key, self.at, len(self.stack), len(self.below), len(self.memo)
+        self.last = self.at, len(self.stack), len(self.below), len(self.memo)
 
     def integer(self, length: int) -> None:
         if length > _MOST_NUMBER_BYTES:
@@ -342,8 +347,8 @@ class _Interpreter:
         # Every pickler fills them in turn, so that they are a list.
         if place > len(self.memo):
             raise ValueError("a place of the memo is left out")
+        self.last = None
         if place < len(self.memo):
-            self.last = None
             self.again.clear()
         self.memo[place : place + 1] = [self.stack[-1]]
 
@@ -366,12 +371,14 @@ class _Interpreter:
         self.stack = []
 
     def pop(self) -> None:
+        self.last = None
         if self.stack:
             self.stack.pop()
         else:
             self.marked()
 
     def frame(self) -> None:
+        self.last = None
         if self.number(8) > len(self.data) - self.at:
             raise ValueError("a frame reaches past the end")
 
@@ -401,8 +408,7 @@ class _Interpreter:
         self.put(self.stack[-1], pairs)
 
     def named(self) -> None:
-        module = self.line()
-        self.find(module, self.line())
+        self.find(self.line(), self.line())
 
     def named_on_stack(self) -> None:
         name = self.stack.pop()
@@ -444,8 +450,7 @@ def _byte_string(length: int) -> Callable[[_Interpreter], None]:
     return action
 
 
-_STOP, _MEMOIZE, _GET, _GET_LONG, _SMALL_NUMBER = ord("."), 0x94, ord("h"), ord("j"), ord("K")
-_BUILD = ord("b")
+_STOP, _BUILD, _MEMOIZE, _GET, _GET_LONG, _SMALL_NUMBER = *b".b", 0x94, *b"hjK"
 # What each opcode does; those that are not here are refused.
 _ACTIONS: dict[int, Callable[[_Interpreter], object]] = {
     0x80: _Interpreter.protocol,
@@ -469,30 +474,25 @@ _ACTIONS: dict[int, Callable[[_Interpreter], object]] = {
     ord("T"): lambda it: it.text(it.number(4)),
     ord("C"): _byte_string(1),
     ord("B"): _byte_string(4),
-    0x8E: _byte_string(8),
-    0x96: _byte_string(8),
+    **dict.fromkeys((0x8E, 0x96), _byte_string(8)),
     ord(")"): lambda it: it.stack.append(()),
-    0x85: lambda it: it.tuple_of(1),
-    0x86: lambda it: it.tuple_of(2),
-    0x87: lambda it: it.tuple_of(3),
+    **{0x84 + n: partial(_Interpreter.tuple_of, count=n) for n in (1, 2, 3)},
     ord("t"): _Interpreter.marked_tuple,
     ord("]"): lambda it: it.push([]),
     ord("l"): _Interpreter.marked_list,
     ord("a"): _Interpreter.append,
-    ord("e"): _Interpreter.appends,
+    **dict.fromkeys((ord("e"), 0x90), _Interpreter.appends),
     ord("}"): lambda it: it.push({}),
     ord("d"): _Interpreter.dict_of,
     ord("s"): _Interpreter.set_item,
     ord("u"): _Interpreter.set_items,
     0x8F: lambda it: it.push(set()),
-    0x90: _Interpreter.appends,
     0x91: _Interpreter.frozen_set,
     ord("q"): lambda it: it.memoize(it.number(1)),
     ord("r"): lambda it: it.memoize(it.number(4)),
     ord("c"): _Interpreter.named,
     0x93: _Interpreter.named_on_stack,
-    ord("R"): _Interpreter.reduce,
-    0x81: _Interpreter.reduce,
+    **dict.fromkeys((ord("R"), 0x81), _Interpreter.reduce),
     0x92: _Interpreter.new_with_keywords,
     ord("b"): _Interpreter.build,
     ord("Q"): _Interpreter.persist,
