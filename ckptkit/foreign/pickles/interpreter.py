@@ -450,7 +450,7 @@ def _byte_string(length: int) -> Callable[[_Interpreter], None]:
     return action
 
 
-_STOP, _BUILD, _MEMOIZE, _GET, _GET_LONG, _SMALL_NUMBER = *b".b", 0x94, *b"hjK"
+_STOP, _BUILD, _GET, _GET_LONG, _SMALL_NUMBER, _MEMOIZE = (*b".bhjK", 0x94)
 # What each opcode does; those that are not here are refused.
 _ACTIONS: dict[int, Callable[[_Interpreter], object]] = {
     0x80: _Interpreter.protocol,
