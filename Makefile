@@ -32,7 +32,7 @@ test: ## set up with torch, then ruff, mypy and pytest
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -n 2 $(TYPED)
-	$(PYTEST) -n 4  # more than cores: half of the time is waiting
+	$(PYTEST) -n 4  # more than cores: some of the time is waiting
 
 test-long: ## set up with torch, then the tests that take minutes each, and properties on many examples
 	+@$(SET_UP) dev
