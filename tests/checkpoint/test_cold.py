@@ -61,6 +61,8 @@ def pack_of(folder: Path) -> Path:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             if not any(is_cached(file.fileno(), at) for at in range(0, path.stat().st_size, MB)):
+                time.sleep(0.05)  # the system reads ahead of each look
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 return path
             assert time.monotonic() < deadline
             time.sleep(0.05)
