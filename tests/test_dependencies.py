@@ -24,7 +24,7 @@ NEED_MORE = (
     *("moto", "rgw", "gcs", "swift", "rclone", "test_web_servers"),
     *("torch", "dask", "test_engines"),
 )
-TOOLS = r"^(pytest|pytest-xdist|pytest-rerunfailures|hypothesis|jsonschema)\b"
+TOOLS = r"^(pytest|pytest-xdist|pytest-rerunfailures|hypothesis|jsonschema|cryptography)\b"
 
 
 def interpreter(version: str) -> str:
