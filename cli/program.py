@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from keyword import iskeyword
+from types import FrameType
 from typing import Any
 
 import click
@@ -118,19 +120,33 @@ def _interruptible() -> Iterator[None]:
         yield
         return
     hook = sys.unraisablehook
+    first = 0.0  # when Ctrl-C first met an import
 
-    def come_again(lost: Any) -> None:
-        """Python prints what a callback raises, and goes on: Ctrl-C comes again when it is over.
-        As a signal, for the main thread may wait for a lock by then, out of which Python's own
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        """Not within an import: extension modules, such as NumPy's, print what interrupts them, and
+        fail with an ImportError. An import that hangs is interrupted all the same.
+        """
+        nonlocal first
+        if _is_importing(frame) and time.monotonic() - (first := first or time.monotonic()) < 1:
+            come_again()
+        else:
+            raise KeyboardInterrupt
+
+    def come_again() -> None:
+        """As a signal, for the main thread may wait for a lock by then, out of which Python's own
         `interrupt_main` does not call it.
         """
+        threading.Timer(_MOMENT, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def lose(lost: Any) -> None:
+        """Python prints what a callback raises, and goes on: Ctrl-C comes again when it is over."""
         if lost.exc_type is KeyboardInterrupt:
-            threading.Timer(_MOMENT, os.kill, (os.getpid(), signal.SIGINT)).start()
+            come_again()
         else:
             hook(lost)
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.unraisablehook = come_again
+    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = lose
     try:
         yield
     finally:
@@ -138,9 +154,16 @@ def _interruptible() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
+
+
 @click.command(
     cls=Program,
     invoke_without_command=True,
+    subcommand_metavar="[COMMAND] [ARGS]...",  # which older click has without brackets
     epilog=epilog(["ckpt demo", "ckpt ls runs/7b"], MEANING),
 )
 @click.version_option(ckptkit.__version__, prog_name="ckpt")

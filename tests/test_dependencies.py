@@ -22,7 +22,7 @@ MORE = re.compile(
 )
 NEED_MORE = (
     *("moto", "rgw", "gcs", "swift", "rclone", "test_web_servers"),
-    *("torch", "dask", "test_engines"),
+    *("torch", "dask", "test_engines", "test_launch"),
 )
 TOOLS = r"^(pytest|pytest-xdist|pytest-rerunfailures|hypothesis|jsonschema|cryptography)\b"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from ckptkit.model import Box
 from ckptkit.storage.source import LocalSource
 from tests.checkpoint.saving import Tensor, random_values, same, save
 from tests.checkpoint.test_side_by_side import parts_of
+from tests.storage.page_cache import forget
 
 MB = 1 << 20
 STATE = {
@@ -55,24 +55,8 @@ def past_cache(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def pack_of(folder: Path) -> Path:
     """The one pack of it, of which the system has nothing in memory."""
     (path,) = folder.rglob("*.zip")
-    deadline = time.monotonic() + 60
-    with path.open("rb") as file:
-        while True:  # what somebody just looked at stays for a moment, for all the advice
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if not any(is_cached(file.fileno(), at) for at in range(0, path.stat().st_size, MB)):
-                time.sleep(0.05)  # the system reads ahead of each look
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                return path
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
-def is_cached(file: int, offset: int) -> bool:
-    try:
-        return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except BlockingIOError:
-        return False
+    forget(path)
+    return path
 
 
 def everything(part: int = 0) -> list[tuple[str, Box, Any]]:

@@ -16,6 +16,7 @@ from ckptkit.errors import CorruptionError
 from ckptkit.storage import LocalStore
 from ckptkit.storage.base.buffers import PAGE, address_of, default_pool
 from ckptkit.storage.source import LocalSource
+from tests.storage.page_cache import forget
 
 MB = 1 << 20
 DATA = memoryview(os.urandom(8 * MB + 1000))
@@ -102,7 +103,7 @@ def test_a_file_that_was_cut_lends_nothing_beyond_its_end(
 
 
 def test_what_is_not_in_the_cache_is_not_lent(path: Path, source: LocalSource) -> None:
-    forgotten(path)
+    forget(path)
     with source.lend(4 * MB, MB) as memory:
         assert memory is None
     buffer = bytearray(MB)
@@ -110,16 +111,9 @@ def test_what_is_not_in_the_cache_is_not_lent(path: Path, source: LocalSource) -
     assert buffer == DATA[4 * MB : 5 * MB]
 
 
-def forgotten(path: Path) -> None:
-    """The system has nothing of the file in memory."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def test_who_asks_again_is_told_that_it_is_at_hand(path: Path, source: LocalSource) -> None:
     assert all(source.is_at_hand(place) for place in (0, 4 * MB, len(DATA) - 1))
-    forgotten(path)
+    forget(path)
     for place in (0, 4 * MB, len(DATA) - 1):
         assert not source.is_at_hand(place)
         assert source.is_at_hand(place)
@@ -132,7 +126,7 @@ def test_who_asks_again_is_told_that_it_is_at_hand(path: Path, source: LocalSour
 def test_what_is_read_past_the_cache_is_what_the_file_has(
     path: Path, source: LocalSource, offset: int, length: int
 ) -> None:
-    forgotten(path)
+    forget(path)
     for _ in range(2):
         with source.lend(offset, length, past_cache=True) as memory:
             assert memory == DATA[offset : offset + length]
