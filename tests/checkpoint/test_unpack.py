@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import subprocess
@@ -198,22 +199,31 @@ def test_nothing_is_written_or_removed_behind_links(store: MemoryStore, tmp_path
     assert inodes(outside) == before
 
 
+def exchange(one: Path, other: Path) -> None:
+    """Each gets the name of the other in one moment: no thread finds neither of them."""
+    now, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(now, os.fsencode(one), now, os.fsencode(other), both):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def test_a_folder_that_becomes_a_link_while_it_is_filled_leads_nowhere(
-    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, tmp_path: Path
 ) -> None:
-    # Another thread could find neither the folder nor the link, and say that instead.
-    monkeypatch.setattr("ckptkit.checkpoint.export.files._WRITING", 1)
     outside = tmp_path / "outside"
     outside.mkdir()
+    turns = threading.Lock()
 
     def swap(_: int) -> None:
-        for folder in (
-            *tmp_path.glob(".plain.partial-*/model"),
-            *tmp_path.glob(".plain.partial-*"),
-        ):
-            if not folder.is_symlink():
-                folder.rename(tmp_path / f"aside-{folder.name}")
-                folder.symlink_to(outside)
+        with turns:
+            for folder in (
+                *tmp_path.glob(".plain.partial-*/model"),
+                *tmp_path.glob(".plain.partial-*"),
+            ):
+                if not folder.is_symlink():
+                    aside = tmp_path / f"aside-{folder.name}"
+                    aside.symlink_to(outside)
+                    exchange(aside, folder)
 
     before = inodes(outside)
     with ckptkit.open(store) as checkpoint, pytest.raises(StorageError, match="a symbolic link"):

@@ -9,12 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from ckptkit.cli import main
-from ckptkit.cli.program import COMMANDS
+from ckptkit.cli.program import COMMANDS, _interruptible
 
 from tests.cli.programs import COMMAND, ckpt, environment, process, wait_for
 
@@ -120,6 +122,7 @@ def test_a_file_that_is_written_never_stands_in_for_a_closed_stdout(
 
 # Python hears a signal between two of its lines: one just before a long sleep, only after that.
 STOPS = """\
+from importlib import import_module
 from pathlib import Path
 import time
 Path({there!r}).touch()
@@ -157,6 +160,22 @@ def test_ctrl_c_is_one_line_at_any_moment(
         program.send_signal(signal.SIGINT)
         _, told = program.communicate(timeout=300)
     assert (program.returncode, told) == (130, "interrupted\n"), moment
+
+
+def test_an_import_is_interrupted_when_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NumPy's, which fails otherwise."""
+    (tmp_path / "interrupted.py").write_text(
+        "import signal\n"
+        "try:\n    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    raise ImportError from None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), _interruptible():  # noqa: PT012 - it comes in one of them
+        import_module("interrupted")
+        time.sleep(60)
+    assert "interrupted" in sys.modules
 
 
 def test_ctrl_c_is_one_line_at_many_moments(run: Path) -> None:
