@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import ckptkit
 from benchmarks.job import Job, in_turn
@@ -49,14 +50,13 @@ _ZERO_NOTE = (
 _LOAD_NOTE = (
     "In place, from the page cache, opening included: all ranks read the headers of all files. "
     "Each result was once compared with what had been written. The floor reads as many bytes as "
-    "a rank needs from a file that has nothing else. Bytes are what the rank with the most asks "
-    "the system for (rchar) where nothing is in the page cache: from there ckptkit copies rows, "
-    "and chunks whose addresses differ modulo 32, without asking."
+    "a rank needs from a file that has nothing else. Bytes are what the device gives both ranks "
+    "where nothing is in the page cache."
 )
 _WIDE_NOTE = (
     "Rows are as long as those of Llama 3.1 405B, and an eighth as many. So a rank needs 16 and 52 "
-    "KiB of each row of what is cut by columns. Shorter pieces are read with the rest of the row, "
-    "as in the table of Llama 2 7B, whose pieces have 4 and 11 KiB: to ask for each takes longer."
+    "KiB of each row of what is cut by columns, of Llama 2 7B 4 and 11. The rest of such rows is "
+    "what the other rank needs, so both read them through the page cache."
 )
 
 
@@ -64,8 +64,9 @@ def benches(folder: Path, gib: float, repeat: int) -> Iterator[Callable[[], Sect
     """All of it, 5 turns at least."""
     repeat = max(_TURNS, repeat)
     narrower = _TRIAL_SHRINK if gib < _TRIAL_GIB else 1
-    yield partial(export, folder, _parameters(1.75 * gib, narrower), repeat)
-    usual, wide = _parameters(gib, narrower), _wide(narrower)
+    usual = _parameters(1.75 * gib, narrower)
+    yield partial(export, folder, usual, repeat)
+    wide = _wide(narrower)
     for strategy, tensors, width, notes in (
         ("fsdp", usual, "Llama 2 7B", (_LOAD_NOTE,)),
         ("tp", wide, "Llama 3.1 405B", (_LOAD_NOTE, _WIDE_NOTE)),
@@ -127,15 +128,15 @@ def _load(
         names = [*_LOADERS, *(name for name in job.loaders() if "read floor" in name)]
         measured = job.loads(names, repeat)
         job.ask(_OURS, "save")
-        read = job.ask(_OURS, "read_bytes").results
-        needed = job.ask(_OURS, "needed_bytes").results
-        paged = job.ask(_OURS, "paged_bytes").results
+        needed = sum(job.ask(_OURS, "needed_bytes").results)
+        cold = [job.ask_cold(_OURS, "read_bytes") for _ in range(repeat)]
+        theirs = [job.ask_cold(_DCP, "read_bytes") for _ in range(repeat)]
+        alone = sum(job.ask_cold(_OURS, "read_bytes_apart").results) / needed
     floor, shown = measured.with_best("read floor")
     best, ours = measured.median(floor), measured.median(_OURS)
     peer = min(measured.median(name) for name in _LOADERS if name != _OURS)
-    ratio, least = (
-        max(a / b for a, b in zip(found, needed, strict=True)) for found in (read, paged)
-    )
+    ratio = median(sum(each.results) for each in cold) / needed
+    seconds, others = (median(each.seconds for each in some) for some in (cold, theirs))
     size = total_bytes(tensors)
     what = f"load of a Hugging Face folder, {strategy}:2, as wide as {width}"
     return Section(
@@ -149,7 +150,8 @@ def _load(
         ],
         [
             *notes,
-            f"Bytes read / needed: {ratio:.3f}. Pages of 4 KiB that hold some of it: {least:.3f}.",
+            f"Cold: {seconds:.2f} s, DCP's reader {others:.2f} s.",
+            f"Bytes / needed: {ratio:.3f}; were each rank alone on its machine {alone:.3f}.",
         ],
         measured.seconds,
         measured.cpu,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
-from contextlib import nullcontext
+import os
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -18,9 +15,8 @@ from benchmarks.contender import make_durable
 from benchmarks.state import Tensor
 from benchmarks.training import Training, filled
 from ckptkit.live import load
-from ckptkit.storage.source import LocalSource
 
-_FILE_BYTES, _PAGE = 1 << 30, 4096
+_FILE_BYTES = 1 << 30
 
 
 class Model:
@@ -49,37 +45,19 @@ class Model:
         load(folder, model=self._training.model)
 
     def read_bytes(self, folder: Path) -> int:
-        """How many bytes this rank asks of the system for a load, were none in the page cache."""
-        before = _asked_for()
-        with patch.object(LocalSource, "lend", lambda *_, **__: nullcontext()):
-            self.load(folder)
-        return _asked_for() - before
+        """How many bytes the device gives this rank for a load."""
+        before = _given()
+        self.load(folder)
+        return _given() - before
+
+    def read_bytes_apart(self, folder: Path) -> int:
+        """The same, were this the only rank of its machine."""
+        with patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
+            return self.read_bytes(folder)
 
     def needed_bytes(self, folder: Path) -> int:  # noqa: ARG002 — as of every question
         """What this rank holds."""
         return self._training.nbytes
-
-    def paged_bytes(self, folder: Path) -> int:
-        """The pages of the files that hold what this rank needs: a disk gives no less."""
-        return sum(self._pages_of(path) for path in folder.glob("*.safetensors"))
-
-    def _pages_of(self, path: Path) -> int:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        pages = 0
-        for tensor, local in zip(self._tensors, self._training.local, strict=True):
-            if theirs(tensor.name) not in header:
-                continue
-            begin = 8 + length + header[theirs(tensor.name)]["data_offsets"][0]
-            size, rows = local.element_size(), math.prod(tensor.shape[:-1])
-            row, piece = tensor.shape[-1] * size, local.shape[-1] * size
-            if piece == row:  # whole rows, which lie together
-                pages += -(-local.nbytes // _PAGE)
-                continue
-            first = begin + np.arange(rows) * row + self._training.rank * piece
-            pages += int(((first + piece - 1) // _PAGE - first // _PAGE + 1).sum())
-        return pages * _PAGE
 
 
 class ByDcp(Model):
@@ -101,7 +79,8 @@ def theirs(name: str) -> str:
     return name.removeprefix("model/")
 
 
-def _asked_for() -> int:
-    """The bytes that this process has read until now, from whatever cache they came."""
-    line, *_ = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    return int(line.removeprefix("rchar: "))
+def _given() -> int:
+    """The bytes that a device has read for this process until now."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["read_bytes"])

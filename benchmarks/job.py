@@ -56,6 +56,11 @@ class Job:
         """Let all ranks do something in the contender's folder."""
         return self._by_name[name].timed(name, action, self.folder_of(name))
 
+    def ask_cold(self, name: str, action: str) -> Taken:
+        """The same, when the system has nothing of the folder in memory."""
+        _forget(self.folder_of(name))
+        return self.ask(name, action)
+
     def check(self, name: str, source: Path) -> None:
         """Verify that what was saved there is what the ranks had when they began."""
         self._by_name[name].check(name, source)

@@ -62,7 +62,7 @@ from ckptkit.live.state.trees import put_tensors
 from ckptkit.live.wrappers.training import Training, TrainingObjects
 from ckptkit.model import Box, Replicate
 from ckptkit.model.document import size_text
-from ckptkit.plan.read import batches, readable_pieces, readers_of
+from ckptkit.plan.read import Pieces, batches, readable_pieces, readers_of
 from ckptkit.storage import Options, Store
 
 log = logging.getLogger("ckptkit.live")
@@ -73,6 +73,7 @@ _TURN_BYTES = 32 << 20
 _AT_HAND = 4  # turns: one is given while the others are read, each of which begins and ends slowly
 _PIECE_BYTES = 8 << 20  # small enough to spread evenly over readers
 _ALIGNMENT = 64
+_PAST_CACHE = 1.3  # so many times as fast a device gives what goes past the page cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +154,16 @@ def load_into(
         if threads is None and not checkpoint.store.abilities.waits_for_answers:
             # Elsewhere they wait rather than copy: as many as the store likes.
             threads = copying_threads(world)
+        verify = options.verify and checkpoint.manifest.is_checked
         read = bound(
-            checkpoint.read_many,
-            verify=options.verify,
-            threads=threads,
-            progress=options.progress,
+            checkpoint.read_many, verify=verify, threads=threads, progress=options.progress
         )
         topology, rest = snapshot.topology, fillings
         # Another stream may still compute what is now overwritten.
         synchronize(devices_of(held.local for held, _ in fillings))
         if options.read_once and world.size > 1:
             rest = fill_once(checkpoint, topology, rest, ranks, bound(read, alone=True))
-        for alone, some in _told_apart(topology, rest, ranks_here(world)).items():
+        for alone, some in _told_apart(topology, rest, ranks_here(world), parts=not verify).items():
             fill(checkpoint, topology, some, bound(read, alone=alone))
         # Some wrappers take over in a collective, which one that failed would not come to.
         ranks.wait()
@@ -259,18 +258,24 @@ def _repeating(topology: Topology, held: LiveTensor) -> Axes:
 
 
 def _told_apart(
-    topology: Topology, fillings: Sequence[Filling], here: int
+    topology: Topology, fillings: Sequence[Filling], here: int, *, parts: bool
 ) -> dict[bool, list[Filling]]:
-    """What to fill, told apart: under True what no other of the `here` ranks of this machine needs.
-    Their numbers follow each other, so ranks that are further apart are on other machines.
+    """What to fill, told apart: under True what no other of the `here` ranks of this machine reads,
+    by whole chunks or by `parts` of them. Where much is read along, such as the rest of rows, that
+    is what others need.
     """
+    # Their numbers follow each other, so ranks that are further apart are on other machines.
     sizes = topology.strategy.mesh.sizes
     found: dict[bool, list[Filling]] = {}
-    known: dict[int, bool] = {}  # layers are alike
+    known: dict[tuple[int, int, int], bool] = {}  # layers are alike
     for held, array in fillings:
-        if (kind := id(held.placements)) not in known:
+        kind = id(held.placements), id(held.own), id(array.info.kind)
+        if kind not in known:
             axes = _repeating(topology, held)
-            known[kind] = all(math.prod(sizes[axis + 1 :]) >= here for axis in axes)
+            pieces = [Pieces(array.grid, box) for box in held.part(topology).boxes]
+            read = sum(each.reach(parts=parts) for each in pieces)
+            is_mine = here == 1 or read <= _PAST_CACHE * held.local.numel()
+            known[kind] = is_mine and all(math.prod(sizes[axis + 1 :]) >= here for axis in axes)
         found.setdefault(known[kind], []).append((held, array))
     return found
 

@@ -140,6 +140,13 @@ class Pieces(Sequence[Piece]):
             last = (last[:, None] * stored[None, :] + (stop - 1)[None, :]).reshape(-1)
         return first, last + 1
 
+    def reach(self, *, parts: bool = False) -> int:
+        """How many elements are read for them: whole chunks, or with `parts` their spans."""
+        if parts:
+            first, last = self.element_spans()
+            return int((last - first).sum())
+        return math.prod(sum(step.stored for step in along) for along in self._dims)
+
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ckptkit.checkpoint.read.checkpoint import open_alike
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_alike
 from ckptkit.errors import PeerError
-from ckptkit.live import load
+from ckptkit.live import load, restore
 from ckptkit.storage import open_store
 from tests.live.pool import Pool
 
@@ -69,6 +70,33 @@ def test_each_rank_gets_its_part(spread: str, gloo: Pool, tmp_path: Path) -> Non
     for found in gloo.run(2, fill, str(tmp_path), spread):
         assert found.keys() == wanted.keys()
         assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def fill_noting(folder: str, ranks_here: int) -> dict[str, bool]:
+    """Of each parameter whether this rank says that it alone reads its bytes."""
+    found: dict[str, bool] = {}
+    read_many = Checkpoint.read_many
+
+    def noting(self: Checkpoint, wanted: Any, *, alone: bool = False, **options: Any) -> None:
+        found.update((name.removeprefix("model/"), alone) for name, _, _ in wanted)
+        read_many(self, wanted, alone=alone, **options)
+
+    with (
+        patch.object(Checkpoint, "read_many", noting),
+        patch.object(restore, "ranks_here", lambda _: ranks_here),
+    ):
+        fill(folder, "tp")
+    return found
+
+
+@pytest.mark.parametrize("ranks_here", [1, 2])
+def test_rows_that_ranks_of_a_machine_share_are_read_by_all_of_them(
+    ranks_here: int, gloo: Pool, tmp_path: Path
+) -> None:
+    saved(tmp_path / "model.safetensors", seed=2)
+    together = {"2.weight", "2.bias"} if ranks_here > 1 else set()
+    for found in gloo.run(2, fill_noting, str(tmp_path), ranks_here):
+        assert found == {name: name not in together for name in model(seed=1).state_dict()}
 
 
 def fill_apart(folders: list[str]) -> bytes:
