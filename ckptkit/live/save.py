@@ -163,7 +163,7 @@ def prepare(
         details=agreed.details,
         overwrite=options.overwrite,
         chunk_bytes=options.chunk_bytes,
-        threads=_writing_threads(store, options),
+        threads=_writing_threads(store, options, world),
         progress=progress,
     )
     _lay_out(writer, snapshot, agreed, rules_of(training, options.rules), options, last)
@@ -312,12 +312,13 @@ def _lay_out(
         writer.add_object(group, value)
 
 
-def _writing_threads(store: Store, options: SaveOptions) -> int:
+def _writing_threads(store: Store, options: SaveOptions, world: World) -> int:
     if options.threads is not None:
         return options.threads
-    # Each thread of the background takes a little from a training that keeps all cores busy.
+    # Each thread of the background takes a twentieth from a training that keeps all cores busy: no
+    # second one where this rank has a core, or less, to itself.
     is_beside = options.copies_first and not store.abilities.waits_for_answers
-    return _THREADS_BESIDE if is_beside else DEFAULT_THREADS
+    return min(_THREADS_BESIDE, copying_threads(world)) if is_beside else DEFAULT_THREADS
 
 
 def _preset(snapshot: Snapshot, chunk_bytes: int) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptkit
+from ckptkit.checkpoint import workers
 from ckptkit.checkpoint.write.pack import Pack
+from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import CkptkitError, PeerError, StorageError, UsageError
 from ckptkit.live import Checkpointer, save
+from ckptkit.live.save import prepare
 from tests.live.gathering import Arrays, gathered, same, scramble
 from tests.live.pool import Pool
 from tests.live.strategies import LAYOUTS, build
@@ -292,6 +296,27 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all_and_then_forgotten(
         assert rank == 1 or "rank 1" in message
         assert took < 10
         assert (step, found) == (4, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "asynchronous", "threads"), [(1, True, 1), (2, True, 2), (9, True, 2), (1, False, 6)]
+)
+def test_a_rank_without_two_cores_writes_by_one_thread_beside_the_training(
+    tmp_path: Path, cores: int, asynchronous: bool, threads: int
+) -> None:
+    found: list[int] = []
+
+    def noting(*arguments: Any, **options: Any) -> Writer:
+        found.append(options["threads"])
+        return Writer(*arguments, **options)
+
+    with (
+        patch.object(workers, "cores", lambda: cores),
+        patch.object(sys.modules[prepare.__module__], "Writer", noting),
+        Checkpointer(tmp_path, asynchronous=asynchronous) as checkpointer,
+    ):
+        checkpointer.save(1, state=value(1.0))
+    assert found == [threads]
 
 
 def test_a_save_says_where_the_step_is(tmp_path: Path) -> None:
