@@ -73,7 +73,7 @@ _TURN_BYTES = 32 << 20
 _AT_HAND = 4  # turns: one is given while the others are read, each of which begins and ends slowly
 _PIECE_BYTES = 8 << 20  # small enough to spread evenly over readers
 _ALIGNMENT = 64
-_PAST_CACHE = 1.3  # so many times as fast a device gives what goes past the page cache
+_PAST_CACHE = 1.3  # past the page cache a device gives bytes so many times as fast
 
 
 @dataclass(frozen=True, slots=True)
