@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 import ckptkit
 from ckptkit.errors import CkptkitError
 from ckptkit.live import Checkpointer, load, load_state, save
-from ckptkit.live.restore import fill
+from ckptkit.live.fill import fill
 from ckptkit.live.state.entries import StateMismatchError
 from tests.live.fsdp1_ways import WAYS, Way, as_job, ddp, make_adamw, restore, store
 from tests.live.network import PARTS, Block, network

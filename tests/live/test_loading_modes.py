@@ -4,7 +4,7 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -19,17 +19,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import AdamW
 
-from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.reader import Brought, ReadPlan
 from ckptkit.errors import CkptkitError, NotFoundError, PeerError, StorageError
 from ckptkit.live import (
     Checkpointer,
     Restored,
     StateMismatchError,
+    fill,
     load,
     load_state,
     restore,
     save,
 )
+from ckptkit.storage.base.buffers import PAGE, address_of
 from tests.live.pool import Pool
 
 Trained = tuple[nn.Module, AdamW]
@@ -154,19 +156,22 @@ def test_a_partial_load_takes_what_fits_and_says_what_it_left(
     assert reports == [reports[0]] * ranks
 
 
-def test_what_goes_through_memory_is_read_several_turns_at_a_time(tmp_path: Path) -> None:
+def test_what_goes_through_memory_is_read_by_several_threads(tmp_path: Path) -> None:
     whole = {f"w{number}": torch.arange(100.0) + number for number in range(9)}
     save(tmp_path, step=1, state={"s": whole})
     found = {name: torch.zeros(100, dtype=torch.bfloat16) for name in whole}
-    meeting, read_many = Barrier(3), Checkpoint.read_many
+    meeting, bring = Barrier(3), ReadPlan.bring
 
-    def together(self: Checkpoint, wanted: Any, **options: Any) -> None:
-        if wanted:
-            meeting.wait(20)
-        read_many(self, wanted, **options)
+    def together(self: ReadPlan, run: tuple[int, int], memory: memoryview) -> Iterator[Brought]:
+        meeting.wait(20)
+        yield from bring(self, run, memory)
 
-    one = patch.object(restore, "_TURN_BYTES", 300)
-    with one, patch.object(Checkpoint, "read_many", together):
+    with (
+        patch.object(fill, "_RUN_BYTES", 300),
+        patch.object(fill, "_SMALL", 100),
+        patch.object(restore, "copying_threads", lambda _: 3),
+        patch.object(ReadPlan, "bring", together),
+    ):
         load(tmp_path, state={"s": found}, cast=True)
     assert all(torch.equal(found[name].float(), each) for name, each in whole.items())
 
@@ -303,27 +308,33 @@ def test_tensors_are_read_without_a_job(tmp_path: Path) -> None:
         load_state(tmp_path, names=["s/y"])
 
 
-def test_what_torch_has_to_copy_is_read_in_turns(tmp_path: Path) -> None:
+def test_what_torch_has_to_copy_goes_through_bounded_memory(tmp_path: Path) -> None:
     saved = {f"{n}": torch.randn(33, 7 * n + 1) for n in range(9)}
     save(tmp_path, step=1, state={"s": saved}, chunk_bytes=500)
     found = {n: torch.zeros(each.shape[::-1], dtype=torch.float64).T for n, each in saved.items()}
-    turns, ends_at, read_many = [0], 0, Checkpoint.read_many
+    runs, rooms, ends_at = list[int](), set[int](), 0
+    bring = ReadPlan.bring
 
-    def counted(*arguments: Any, **keywords: Any) -> None:
-        turns[0] += 1
-        if turns[0] == ends_at:
+    def counted(self: ReadPlan, run: tuple[int, int], memory: memoryview) -> Iterator[Brought]:
+        runs.append(int(self.stop[run[0] : run[1]].max() - self.start[run[0]]))
+        rooms.add(address_of(memory))
+        if len(runs) == ends_at:
             raise StorageError("the disk is gone")
-        read_many(*arguments, **keywords)
+        yield from bring(self, run, memory)
 
     with (
-        patch.object(restore, "_TURN_BYTES", 3000),
-        patch.object(restore, "_PIECE_BYTES", 700),
-        patch.object(Checkpoint, "read_many", counted),
+        patch.object(fill, "_RUN_BYTES", 3000),
+        patch.object(fill, "_SMALL", 100),
+        patch.object(fill, "_ROOM_BYTES", 2 * (3000 + PAGE)),
+        patch.object(restore, "copying_threads", lambda _: 4),
+        patch.object(ReadPlan, "bring", counted),
     ):
         load(tmp_path, state={"s": found}, cast=True)
-        assert turns[0] > 5
         assert all(torch.equal(found[n], saved[n].double()) for n in saved)
-        for ends_at in (2, 4, turns[0]):  # noqa: B007 — `counted` looks at it
-            turns[0] = 0
+        assert len(runs) > 5
+        assert max(runs) <= 3000
+        assert len(rooms) == 2
+        for ends_at in (2, 4, len(runs)):  # noqa: B007 — `counted` looks at it
+            runs.clear()
             with pytest.raises(StorageError, match="the disk is gone"):
                 load(tmp_path, state={"s": found}, cast=True)

@@ -20,7 +20,7 @@ import ckptkit
 from ckptkit.checkpoint.places import MANIFEST
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
-from ckptkit.live import Checkpointer, load, restore, save
+from ckptkit.live import Checkpointer, fill, load, restore, save
 from ckptkit.storage import open_store
 from tests.live.gathering import Arrays, Comparison, gathered, scramble
 from tests.live.pool import Pool
@@ -71,7 +71,7 @@ def load_counting(layout: str, location: str, whole: Arrays) -> list[Any]:
     store = Noting(location)
     for batch, forget in product((64 << 20, 300), (True, False)):
         scramble(job, forget=forget)
-        with patch.object(restore, "_TURN_BYTES", batch):
+        with patch.object(fill, "_TURN_BYTES", batch):
             restored = load(store, model=job.model, optimizer=job.optimizer, read_once=True)
         wrong += [] if restored.report.is_exact else [str(restored.report)]
         wrong += comparison.differences(whole)
@@ -141,7 +141,7 @@ def digests(model: nn.Module) -> list[int]:
 def load_wide(location: str, read_once: bool) -> list[Any]:
     model = DistributedDataParallel(wide_model())
     store = Noting(location)
-    with patch.object(restore, "_PIECE_BYTES", PIECE):
+    with patch.object(fill, "_PIECE_BYTES", PIECE):
         load(store, model=model, read_once=read_once)
     return [store.bytes_read, store.manifests, digests(model)]
 
@@ -219,7 +219,7 @@ def load_without_memory(location: str) -> list[Any]:
     model = DistributedDataParallel(wide_model())
     started = time.monotonic()
 
-    circle = restore._FillByTurns
+    circle = fill._FillByTurns
 
     def with_memory(*args: Any) -> Any:
         if dist.get_rank() == 1:
@@ -227,7 +227,7 @@ def load_without_memory(location: str) -> list[Any]:
         return circle(*args)
 
     with (
-        patch.object(restore, "_FillByTurns", with_memory),
+        patch.object(fill, "_FillByTurns", with_memory),
         pytest.raises((CkptkitError, MemoryError)) as caught,
     ):
         load(location, model=model, read_once=True, timeout=20)
@@ -244,7 +244,7 @@ def test_a_rank_without_memory_keeps_nobody_waiting(gloo: Pool, tmp_path: Path) 
 def load_noting_circles(layout: str, location: str) -> list[int]:
     """How many earlier circles are in memory when each is made."""
     job = build(layout, seed=9)
-    circle, made, left = restore._FillByTurns, list[Any](), list[int]()
+    circle, made, left = fill._FillByTurns, list[Any](), list[int]()
 
     def noted(*args: Any) -> Any:
         left.append(sum(each() is not None for each in made))
@@ -252,7 +252,7 @@ def load_noting_circles(layout: str, location: str) -> list[int]:
         made.append(weakref.ref(new))
         return new
 
-    with patch.object(restore, "_FillByTurns", noted):
+    with patch.object(fill, "_FillByTurns", noted):
         load(location, model=job.model, read_once=True)
     return left
 

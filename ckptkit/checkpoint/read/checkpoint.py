@@ -264,14 +264,14 @@ class Checkpoint(Closing):
 
     def info(self, name: str) -> ArrayInfo:
         """What the manifest says of an array."""
-        return self.manifest.arrays[self._place(name)]
+        return self.manifest.arrays[self.number(name)]
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
 
     def first_row(self, name: str) -> int:
         """Where the chunks of an array begin in the columns of the manifest."""
-        return int(self.manifest.starts[self._place(name)])
+        return int(self.manifest.starts[self.number(name)])
 
     def read(
         self,
@@ -312,7 +312,7 @@ class Checkpoint(Closing):
         checked: list[Wanted] = []
         kinds, fitting = self.manifest.table.kinds, set[tuple[Any, ...]]()
         for name, box, target in wanted:
-            place = self._place(name)
+            place = self.number(name)
             kind = kinds[place]
             what = id(kind), box.offset, box.shape
             if what not in fitting:
@@ -350,7 +350,8 @@ class Checkpoint(Closing):
         """Close the packs; reading opens them again."""
         self.packs.close()
 
-    def _place(self, name: str) -> int:
+    def number(self, name: str) -> int:
+        """Which of the arrays of the manifest a name means."""
         if name not in self._places:
             guess = nearest(str(name), self._places, 3)
             raise NotFoundError(

@@ -5,10 +5,10 @@ caller's memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -53,11 +53,15 @@ _KEPT_PIECES = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """One box of one array, and the memory it goes to: raw elements in the box's shape."""
+    """One box of one array, and the memory it goes to, if any: raw elements in the box's shape."""
 
     array: int
     box: Box
-    target: npt.NDArray[Any]
+    target: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0))
+
+
+Brought: TypeAlias = tuple[int, tuple[slice, ...], npt.NDArray[Any]]
+"""Which of the wanted boxes some elements are of, where in it they belong, and they themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +148,36 @@ class ReadPlan:
                     self._scatter(run, memory)
         if self.progress:
             self.progress(int(self.stop[last - 1]) - start)
+
+    @property
+    def longest(self) -> int:
+        """The memory that `bring` needs for any of the runs."""
+        sizes = [int(self.stop[i:j].max() - self.start[i]) for i, j in self.runs]
+        return max(sizes, default=0) + PAGE
+
+    def bring(self, run: tuple[int, int], memory: memoryview) -> Iterator[Brought]:
+        """Read one run into memory as it lies in its pack, from any thread, and give what is wanted
+        of it, as soon as its chunk was compared.
+        """
+        first, last = run
+        starts, stops = self.start[first:last].tolist(), self.stop[first:last].tolist()
+        begin, size = starts[0], max(stops) - starts[0]
+        ahead = (begin + _AHEAD - address_of(memory)) % PAGE
+        data = memory[ahead : ahead + size]
+        with self.packs.use(int(self.pack[first])) as source:
+            if self.pace.by_request:
+                self._fetch(source, begin, data, verify=False)
+            else:
+                source.read_into(begin, data)
+        for row, start, stop in zip(range(first, last), starts, stops, strict=True):
+            chunk = data[start - begin : stop - begin]
+            if self.verify:
+                self._compare(row, int(isal_zlib.crc32(chunk)))
+            wanted, piece = self.piece(row)
+            bits = self.packs.manifest.table.kinds[wanted.array].dtype.bits
+            yield int(self.number[row]), piece.target, self._elements(piece, bits, chunk)
+        if self.progress:
+            self.progress(size)
 
     def _copy_cached(self, run: tuple[int, int], source: Source) -> bool:
         """Copy from where the system has the file in memory, if it has; False too where it copies
@@ -259,15 +293,8 @@ class ReadPlan:
                 if self.verify:
                     self._compare(row, int(isal_zlib.crc32(data)))
                 wanted, piece = self.piece(row)
-                target, bits = _view(wanted.target, piece.target), wanted.target.dtype
-                steps = _steps(piece.stored_shape, bits.itemsize)
-                if self.verify:
-                    elements = np.ndarray(piece.stored_shape, bits, data, 0, steps)[piece.source]
-                else:
-                    # Only the span of the needed elements was read, so the first one is at 0.
-                    shape = tuple(s.stop - s.start for s in piece.source)
-                    elements = np.ndarray(shape, bits, data, 0, steps)
-                copy_elements(elements, target)
+                target = _view(wanted.target, piece.target)
+                copy_elements(self._elements(piece, target.dtype, data), target)
             row = end
 
     def _read_band(self, run: tuple[int, int], source: Source) -> None:
@@ -302,6 +329,14 @@ class ReadPlan:
             for number, crc in enumerate(crcs):
                 self._compare(first + number, int(crc))
 
+    def _elements(self, piece: Piece, bits: np.dtype[Any], data: memoryview) -> npt.NDArray[Any]:
+        """What is needed of a chunk, of which `data` is what was read."""
+        steps = _steps(piece.stored_shape, bits.itemsize)
+        if self.verify:
+            return _view(np.ndarray(piece.stored_shape, bits, data, 0, steps), piece.source)
+        # Only their span was read, so the first one is at 0.
+        return np.ndarray([s.stop - s.start for s in piece.source], bits, data, 0, steps)
+
     def _across(self, band: tuple[int, int]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
         """Where chunks side by side belong, with a dim for them before the last one; and the shape
         of each.
@@ -331,10 +366,12 @@ def plan_read(
     verify: bool,
     progress: Progress | None = None,
     alone: bool = False,
+    in_place: bool = True,
 ) -> ReadPlan:
     """Which bytes to read to fill all that is wanted. With `verify` always whole chunks, so that
     each can be checked, where there are checksums to check them by. `alone` says that nobody else
-    reads them: what a device has is then read past the page cache.
+    reads them: what a device has is then read past the page cache. Without `in_place`, runs are for
+    `bring`, and not for `read`.
     """
     # Layers are alike: what one has found out holds for all. So all that is said of each piece is
     # found once for each kind of box, and looked up there: row `at` of what the kinds have, joined.
@@ -390,7 +427,8 @@ def plan_read(
         steps = np.diff(start)
         bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
     else:
-        bands = side_by_side(pieces, kind[number], number, place, pack)
+        # Together in a run of any length: the rows of a target are to be written whole.
+        bands = side_by_side(pieces, kind[number], number, place, pack) if in_place else []
         runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
     return ReadPlan(
         packs=packs,

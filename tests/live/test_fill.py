@@ -1,0 +1,149 @@
+"""What only torch can put in place: of other dtypes, in other orders, on devices. Here the CPU also
+stands for a device, which brings what is sent to it in place; `test_cuda.py` has a real one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.checkpoint.read import reader
+from ckptkit.errors import CorruptionError
+from ckptkit.live import fill, load, load_state, save
+from ckptkit.live.comparison import LoadOptions
+from ckptkit.model import Box
+from tests.live.test_tensors import DTYPES, MEMORY, bits
+
+WAYS = ["copied", "sent"]
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How torch brings it in place; always torch, and in many runs."""
+
+    def is_sent_along(values: torch.Tensor, target: torch.Tensor) -> bool:
+        return values.dtype == target.dtype or {values.dtype, target.dtype} <= set(FLOATS)
+
+    found: list[int] = []
+    send = fill._send
+
+    def noting(device: torch.device, memory: torch.Tensor, pairs: Any) -> None:
+        found.append(len(pairs))
+        send(device, memory, pairs)
+
+    with (
+        patch.object(fill, "dtype_of", lambda *_: None),
+        patch.object(fill, "_RUN_BYTES", 3000),
+        patch.object(fill, "_send", noting),
+    ):
+        if request.param == "copied":
+            yield request.param
+            assert not found
+            return
+        with patch.object(fill, "_is_sent_along", is_sent_along):
+            yield request.param
+        assert found
+
+
+@pytest.fixture(params=["warm", "cold"])
+def _cache(request: pytest.FixtureRequest) -> Iterator[None]:
+    is_cold = request.param == "cold"
+    with patch.object(reader, "_are_cold", lambda *_: is_cold):
+        yield
+
+
+def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+@pytest.mark.usefixtures("way", "_cache")
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_dtype_comes_back_among_others(tmp_path: Path, verify: bool) -> None:
+    # One after another at any address that their chunks may have.
+    shapes = [(), (7,), (33, 41), (5, 3, 2)]
+    saved = {f"{dtype}/{shape}": values(dtype, *shape) for dtype in DTYPES for shape in shapes}
+    save(tmp_path, step=1, state={"s": saved}, chunk_bytes=500)
+    found = {name: torch.zeros_like(each) for name, each in saved.items()}
+    load(tmp_path, state={"s": found}, verify=verify)
+    assert {name: bits(each) for name, each in found.items()} == {
+        name: bits(each) for name, each in saved.items()
+    }
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("kind", [kind for kind in MEMORY if kind != "one value for all"])
+def test_memory_of_any_order_is_filled(tmp_path: Path, kind: str) -> None:
+    saved = MEMORY[kind]()
+    save(tmp_path, step=1, state={"s": {"x": saved}}, chunk_bytes=16)
+    target = MEMORY[kind]().zero_()
+    load(tmp_path, state={"s": {"x": target}})
+    assert target.tolist() == saved.tolist()
+
+
+@pytest.mark.usefixtures("way", "_cache")
+@pytest.mark.parametrize("verify", [True, False])
+def test_parts_of_chunks_are_filled(tmp_path: Path, verify: bool) -> None:
+    saved = torch.randn(40, 50)
+    save(tmp_path, step=1, state={"s": {"x": saved}}, chunk_bytes=1000)
+    target = torch.zeros(34, 34)
+    with ckptkit.open(tmp_path) as step:
+        wanted = [(step["s/x"], Box((3, 7), (34, 34)), target)]
+        fill._fill_by_torch(step, wanted, LoadOptions(verify=verify), alone=True)
+    assert torch.equal(target, saved[3:37, 7:41])
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("wanted", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_numbers_are_converted_as_torch_does_it(
+    tmp_path: Path, dtype: torch.dtype, wanted: torch.dtype
+) -> None:
+    saved = torch.cat([torch.randn(1000), torch.tensor([1e30, -1e-30, torch.inf, torch.nan])])
+    save(tmp_path, step=1, state={"s": {"x": saved.to(dtype)}}, chunk_bytes=500)
+    found = torch.zeros(1004, dtype=wanted)
+    load(tmp_path, state={"s": {"x": found}}, cast=True)
+    assert bits(found) == bits(saved.to(dtype).to(wanted))
+
+
+def test_elements_at_odd_addresses_are_copied_first(tmp_path: Path) -> None:
+    saved = torch.arange(300.0)
+    header = (
+        b'{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},"w":{"dtype":"F32","shape":[300],'
+    )
+    header += b'"data_offsets":[3,1203]}}'
+    data = struct.pack("<Q", len(header)) + header + b"abc" + saved.numpy().tobytes()
+    place = tmp_path / "x.safetensors"
+    place.write_bytes(data)
+    assert torch.equal(load_state(place)["model/w"], saved)
+    model = torch.nn.Module()
+    model.register_buffer("a", torch.zeros(3, dtype=torch.uint8))
+    model.register_buffer("w", torch.zeros(300, dtype=torch.float64))
+    load(place, model=model, cast=True)
+    assert torch.equal(model.get_buffer("w"), saved.double())
+
+
+@pytest.mark.usefixtures("way", "_cache")
+def test_no_flipped_bit_is_missed(tmp_path: Path) -> None:
+    saved = {name: torch.randn(50, 60) for name in "abc"}
+    save(tmp_path, step=1, state={"s": saved}, chunk_bytes=1000)
+    with ckptkit.open(tmp_path) as step:
+        offsets, lengths = step.manifest.offset.tolist(), step.manifest.length.tolist()
+    (path,) = tmp_path.rglob("*.zip")
+    data = path.read_bytes()
+    load(tmp_path, state={"s": {name: torch.zeros(50, 60) for name in saved}})
+    for place in (0, len(offsets) // 2, -1):
+        damaged = bytearray(data)
+        damaged[offsets[place] + lengths[place] - 1] ^= 128
+        path.write_bytes(damaged)
+        found = {name: torch.zeros(50, 60) for name in saved}
+        with pytest.raises(CorruptionError, match="has the checksum"):
+            load(tmp_path, state={"s": found})
