@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.contender import make_durable
 from benchmarks.state import Memory
+from ckptkit.format.manifest import pack_name
 
 BLOCK = 4096
 
@@ -31,7 +32,7 @@ class Floor:
     segment: int
     preallocate: bool = False
     is_direct: bool = False
-    """Whether reads go around the page cache, into memory of the floor's own."""
+    """Whether reads go around the page cache, of a pack, into memory of the floor's own."""
 
     def save(self, folder: Path) -> None:
         """`pwrite` with O_DIRECT, then fsync of the file and the folder."""
@@ -85,20 +86,21 @@ class Floor:
             os.close(descriptor)
 
     def _load_directly(self, folder: Path) -> None:
-        descriptor = os.open(self._path(folder), os.O_RDONLY | os.O_DIRECT)
+        (path,) = folder.rglob(pack_name(self.held.rank))
+        descriptor, size = os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size
         buffers: SimpleQueue[memoryview] = SimpleQueue()
         for number in range(self.threads):
             buffers.put(_random_memory(self.segment, number, in_huge_pages=True))
 
         def read(at: int) -> None:
             memory = buffers.get()
-            done, length = 0, min(self.segment, self.held.nbytes - at)
+            done, length = 0, min(self.segment, size - at)
             while done < length:
                 done += os.preadv(descriptor, [memory[done:]], at + done)
             buffers.put(memory)
 
         try:
-            self._run(read, range(0, self.held.nbytes, self.segment))
+            self._run(read, range(0, size, self.segment))
         finally:
             os.close(descriptor)
 

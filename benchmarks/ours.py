@@ -7,6 +7,7 @@ from pathlib import Path
 
 import ckptkit
 from benchmarks.state import Part
+from ckptkit.checkpoint.workers import copy_threads
 from ckptkit.storage import Store
 
 
@@ -31,7 +32,9 @@ class Ckptkit:
                 for name, array in self.part.arrays.items()
                 for box in step[name].part(self.part.rank).boxes
             ]
-            step.read_many(wanted, verify=self.verify, alone=True)
+            # As a job divides the cores of its machine.
+            threads = copy_threads(self.part.world_size)
+            step.read_many(wanted, verify=self.verify, threads=threads, alone=True)
 
 
 def add_and_commit(

@@ -34,6 +34,8 @@ _COPIES = 2
 _LEAST_REQUEST = 1 << 20
 # Above that, many requests at a time are worth more than larger ones.
 _GOOD_REQUEST = 8 << 20
+# What is copied is on its way to nobody: a device has about half of these to work on.
+_FROM_DEVICE = 12
 # A device reads so much in the time of a request.
 _GAP_ON_DEVICE = 128 << 10
 
@@ -225,7 +227,7 @@ class Pace:
         """How a device is read past the page cache: as a server is, by few large requests."""
         return replace(
             self,
-            requests=max(self.requests, DEFAULT_THREADS),
+            requests=max(self.requests, _FROM_DEVICE),
             request_bytes=DEVICE_BYTES,
             gap_bytes=_GAP_ON_DEVICE,
             by_request=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -229,6 +230,8 @@ def coalesce(
         apart[max(0, first - 1) : first] = True
         apart[end - 1 : end] = True
     kept = {first for first, _ in together}
+    # As lists: each of many runs asks for a few numbers.
+    reaches, starts, again = reach.tolist(), start.tolist(), repeated.tolist()
     runs = []
     for begin, end in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(pack)]):
         if begin in kept:
@@ -236,9 +239,8 @@ def coalesce(
             continue
         first = begin
         while first < end:
-            fitting = int(np.searchsorted(reach[first:end], start[first] + limit, side="right"))
-            last = first + max(1, fitting)
-            while last < end and repeated[last - 1]:
+            last = max(first + 1, bisect_right(reaches, starts[first] + limit, first, end))
+            while last < end and again[last - 1]:
                 last += 1
             runs.append((first, last))
             first = last

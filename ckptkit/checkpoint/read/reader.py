@@ -33,8 +33,9 @@ _ALIKE = 32
 # Asking whether the system has a file in memory, and for how long, takes as long as copying less.
 _LEAST_LENT = 128 << 10
 
-# Copied and checked at a time: so much stays in the cache of a core.
-_CACHED = 256 << 10
+# Copied and checked at a time. Less would stay in the cache of one core, but threads wait for each
+# other between the two, which takes longer than that saves.
+_CACHED = 4 << 20
 
 # To let other threads go on takes longer than to copy so much.
 _SHORT = 32 << 10
@@ -156,8 +157,8 @@ class ReadPlan:
         return max(sizes, default=0) + PAGE
 
     def bring(self, run: tuple[int, int], memory: memoryview) -> Iterator[Brought]:
-        """Read one run into memory as it lies in its pack, from any thread, and give what is wanted
-        of it, as soon as its chunk was compared.
+        """Read one run into memory as its pack has it, from any thread, and give what is wanted of
+        it, as soon as its chunk was compared.
         """
         first, last = run
         starts, stops = self.start[first:last].tolist(), self.stop[first:last].tolist()
@@ -490,10 +491,7 @@ def _view(array: npt.NDArray[Any], part: tuple[slice, ...]) -> npt.NDArray[Any]:
 
 
 def _steps(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    steps = [itemsize]
-    for extent in reversed(shape[1:]):
-        steps.append(steps[-1] * extent)
-    return tuple(reversed(steps)) if shape else ()
+    return tuple(itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
