@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, NamedBox
-from ckptkit.checkpoint.read.reader import Brought, Wanted, plan_read
+from ckptkit.checkpoint.read.reader import Staged, Wanted, plan_read
 from ckptkit.checkpoint.workers import share_out
 from ckptkit.errors import LayoutError
 from ckptkit.live.comparison import Filling, LoadOptions
@@ -42,17 +42,20 @@ from ckptkit.plan.read import Pieces, batches, readable_pieces, readers_of
 log = logging.getLogger("ckptkit.live")
 
 _TURN_BYTES = 32 << 20
-_AT_HAND = 4  # turns: one is given while the others are read, each of which begins and ends slowly
+_TURNS_HELD = (
+    4  # in memory: one is given while the others are read, each of which begins and ends slowly
+)
 _PIECE_BYTES = 8 << 20  # small enough to spread evenly over readers
 _ALIGNMENT = 64
 _PAST_CACHE = 1.3  # past the page cache a device gives bytes so many times as fast
 
-# What torch puts in place is read by few large requests: threads wait for Python between two.
+# What torch copies is read by few large requests: threads wait for each other between two.
 _RUN_BYTES = 16 << 20
-_ROOM_BYTES = 128 << 20
-# Of smaller pieces Python's part is the larger one, which more threads only hold up.
-_SMALL = 64 << 10
-# A device copies as fast by itself what has so much.
+_STAGING_BYTES = 128 << 20
+# One thread for so many bytes of the mean piece: most of the work on small ones is Python's, which
+# does not become faster by more threads.
+_BYTES_PER_THREAD = 64 << 10
+# So much goes to a device by itself as fast as together with others.
 _LARGE = 256 << 10
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
@@ -102,7 +105,9 @@ def _fill_by_torch(
     *,
     alone: bool,
 ) -> None:
-    """Let torch put in place what is read, from memory that is read into again when it has."""
+    """Read into staging memory, and let torch copy from there: to devices, to other dtypes (that is
+    how `cast=True` converts), to conjugate views.
+    """
     pace = checkpoint.packs.pace
     if not pace.by_request:
         pace = replace(pace, request_bytes=_RUN_BYTES)
@@ -113,42 +118,45 @@ def _fill_by_torch(
         verify=options.verify,
         progress=options.progress,
         alone=alone,
-        in_place=False,
+        staged=True,
     )
-    devices = devices_of(target for _, _, target in wanted)
-    rooms = min(len(plan.runs), max(1, _ROOM_BYTES // plan.longest))
-    room = _Room(plan.longest, rooms, devices)
-    # Torch lets go of the interpreter in each call. Where a device does the copying, threads that
-    # call at the same time wait for each other longer than they work.
-    turn: AbstractContextManager[object] = Lock() if devices else nullcontext()
-
-    @torch.no_grad()
-    def bring(run: tuple[int, int]) -> None:
-        with room.lent() as memory:
-            brought: Iterable[Brought] = plan.bring(run, memory.numpy().data)
-            brought = list(brought) if devices else brought
-            with turn:
-                _put(memory, brought, wanted)
-
-    threads = min(plan.pace.requests, rooms)
+    threads = min(plan.pace.requests, max(1, _STAGING_BYTES // plan.longest))
     if not plan.pace.by_request:
         mean = int((plan.stop - plan.start).sum()) // max(1, len(plan.start))
-        threads = min(threads, max(1, mean // _SMALL))
+        threads = min(threads, max(1, mean // _BYTES_PER_THREAD))
+    devices = devices_of(target for _, _, target in wanted)
+    # Others are read into while a device copies from as many.
+    most = max(threads, min(2 * threads, _STAGING_BYTES // plan.longest)) if devices else threads
+    staging = _Staging(plan.longest, min(len(plan.runs), most), devices)
+    # Torch lets go of the interpreter in each call. Where a device does the copying, threads that
+    # call at the same time wait for each other longer than they work.
+    lock: AbstractContextManager[object] = Lock() if devices else nullcontext()
+    # What a thread may write to is the caller's mode: tensors made in it are for it alone.
+    is_inference = torch.is_inference_mode_enabled()
+
+    def copy_run(run: tuple[int, int]) -> None:
+        with torch.inference_mode(is_inference), torch.no_grad(), staging.lent() as memory:
+            staged: Iterable[Staged] = plan.stage(run, memory.numpy().data)
+            if devices:
+                staged = list(staged)  # read before the lock is taken
+            with lock:
+                _copy(memory, staged, wanted)
+
     try:
-        share_out(plan.runs, bring, threads)
+        share_out(plan.runs, copy_run, threads)
     finally:
         # Before the memory goes; and whatever stream uses the tensors next.
         synchronize(devices)
 
 
-def _put(
+def _copy(
     memory: torch.Tensor,
-    brought: Iterable[Brought],
+    staged: Iterable[Staged],
     wanted: Sequence[tuple[Array, Box, torch.Tensor]],
 ) -> None:
-    """Copy elements from host memory to where they are wanted, as the dtype that is there."""
+    """Copy elements from staging memory to where they are wanted, as the dtype that is there."""
     together: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for number, inside, elements in brought:
+    for number, inside, elements in staged:
         array, _, target = wanted[number]
         there: tuple[Any, ...] = (*inside, ...)
         target, values = target[there], torch.from_numpy(elements)
@@ -165,13 +173,13 @@ def _put(
 
 
 def _is_sent_along(values: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether values go to a device with others, and it brings them in place: what is small, and
-    what torch would bring in order or convert here first.
+    """Whether values go to a device together with others, which then copies them to their targets:
+    small ones, and those that torch would reorder or convert on the host first.
     """
     if target.is_cpu:
         return False
     if values.dtype != target.dtype:
-        # Of others, what is beyond the smaller type depends on where it is converted.
+        # Conversions of other types overflow in one way on the host, and in another on a device.
         return {values.dtype, target.dtype} <= _FLOATS
     is_alike = values.is_contiguous() and target.is_contiguous()
     return values.nbytes < _LARGE or not is_alike or target.is_conj() or target.is_neg()
@@ -180,8 +188,8 @@ def _is_sent_along(values: torch.Tensor, target: torch.Tensor) -> bool:
 def _send(
     device: torch.device, memory: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Send what lies from the first to the last of some values at once, and let the device bring
-    each to its target.
+    """Copy the memory from the first to the last of some values to a device at once, and there each
+    of them to its target.
     """
     start, places = memory.data_ptr(), list[tuple[int, int]]()
     for _, values in pairs:
@@ -196,11 +204,11 @@ def _send(
         target.copy_(flat.as_strided(values.shape, values.stride()))
 
 
-class _Room:
+class _Staging:
     """Host memory that is lent to one reader at a time, and to none while a device copies it."""
 
     def __init__(self, size: int, count: int, devices: set[torch.device]) -> None:
-        # Only CUDA copies on while the caller goes on: see `_put`.
+        # Of other devices `_copy` waits for each copy.
         self._devices = [device for device in devices if device.type == "cuda"]
         self._free = SimpleQueue[tuple[torch.Tensor, list[torch.cuda.Event]]]()
         for _ in range(count):
@@ -208,7 +216,7 @@ class _Room:
 
     @contextmanager
     def lent(self) -> Iterator[torch.Tensor]:
-        """Some of it, for as long as the block lasts and what it has begun to copy."""
+        """Some of it: until the block ends, and all that it has begun to copy is copied."""
         memory, copied = self._free.get()
         for event in copied:
             event.synchronize()
@@ -323,7 +331,7 @@ class _SharedBox:
         return self.box.size * self.array.dtype.itemsize
 
     @property
-    def room(self) -> int:
+    def padded(self) -> int:
         """The bytes that it takes in a turn."""
         return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -403,7 +411,7 @@ class _FillByTurns:
         largest = 0
         for place in range(len(ranks)):
             own = [share for share, reader in zip(plan, readers, strict=True) if reader == place]
-            starts = list(accumulate((share.room for share in own), initial=0))
+            starts = list(accumulate((share.padded for share in own), initial=0))
             runs = batches([b - a for a, b in pairwise(starts)], _TURN_BYTES)
             largest = max([largest, *(starts[last] - starts[first] for first, last in runs)])
             self._turns.append(
@@ -411,7 +419,9 @@ class _FillByTurns:
             )
         device = wire()
         self._devices = devices_of([torch.empty(0, device=device), *(each.target for each in plan)])
-        self._own = [host_memory(largest, self._devices) for _ in self._turns[self._me][:_AT_HAND]]
+        self._own = [
+            host_memory(largest, self._devices) for _ in self._turns[self._me][:_TURNS_HELD]
+        ]
         # What others give arrives here, and on a device also what this rank gives leaves from here.
         if device.type == "cpu":
             self._wired = host_memory(largest, self._devices)
@@ -426,7 +436,7 @@ class _FillByTurns:
         def read_turn(turn: int) -> None:
             if errors:
                 return
-            memory, wanted = self._own[turn % _AT_HAND], []
+            memory, wanted = self._own[turn % _TURNS_HELD], []
             for start, share in mine[turn]:
                 raw = memory[start : start + share.nbytes].numpy()
                 bits = raw.view(share.array.dtype.bits)
@@ -442,7 +452,7 @@ class _FillByTurns:
             except Exception as error:  # noqa: BLE001 — as the class says
                 errors.append(error)
 
-        ahead = _AT_HAND - 1
+        ahead = _TURNS_HELD - 1
         with ThreadPoolExecutor(ahead, thread_name_prefix="ckptkit") as readers:
             reading = [readers.submit(read_turn, turn) for turn in range(len(mine))[:ahead]]
             for turn in range(max(map(len, self._turns), default=0)):
@@ -460,12 +470,12 @@ class _FillByTurns:
         """One rank's batch of a turn, from it to all."""
         batch, memory = self._turns[place][turn], self._wired
         start, last = batch[-1]
-        room = start + last.room
+        size = start + last.padded
         if place == self._me and memory.device.type == "cpu":
-            memory = self._own[turn % _AT_HAND]
+            memory = self._own[turn % _TURNS_HELD]
         elif place == self._me:
-            memory[:room].copy_(self._own[turn % _AT_HAND][:room])
-        dist.broadcast(memory[:room], src=self._ranks[place], group=self._group)
+            memory[:size].copy_(self._own[turn % _TURNS_HELD][:size])
+        dist.broadcast(memory[:size], src=self._ranks[place], group=self._group)
         try:
             for start, share in batch:
                 values = memory[start : start + share.nbytes].view(torch_dtype(share.array.dtype))

@@ -18,6 +18,7 @@ from ckptkit.checkpoint.read import reader
 from ckptkit.errors import CorruptionError
 from ckptkit.live import fill, load, load_state, save
 from ckptkit.live.comparison import LoadOptions
+from ckptkit.live.state import tensors
 from ckptkit.model import Box
 from tests.live.test_tensors import DTYPES, MEMORY, bits
 
@@ -147,3 +148,43 @@ def test_no_flipped_bit_is_missed(tmp_path: Path) -> None:
         found = {name: torch.zeros(50, 60) for name in saved}
         with pytest.raises(CorruptionError, match="has the checksum"):
             load(tmp_path, state={"s": found})
+
+
+@pytest.mark.usefixtures("way")
+def test_tensors_of_inference_mode_are_filled_in_it(tmp_path: Path) -> None:
+    saved = torch.randn(100, 50)
+    save(tmp_path, step=1, state={"s": {"x": saved}}, chunk_bytes=500)
+    with torch.inference_mode():
+        found = torch.zeros(100, 50)
+        load(tmp_path, state={"s": {"x": found}})
+    assert torch.equal(found, saved)
+    plain = torch.zeros(100, 50, requires_grad=True)
+    load(tmp_path, state={"s": {"x": plain}})
+    assert torch.equal(plain, saved)
+    assert plain.requires_grad
+
+
+@pytest.mark.usefixtures("way")
+def test_a_default_device_is_not_where_bytes_are_read_to(tmp_path: Path) -> None:
+    saved, found = torch.randn(100, 50), torch.zeros(100, 50)
+    save(tmp_path, step=1, state={"s": {"x": saved}})
+    with torch.device("meta"):
+        load(tmp_path, state={"s": {"x": found}})
+    assert torch.equal(found, saved)
+
+
+def test_many_small_runs_need_little_memory(tmp_path: Path) -> None:
+    saved = {f"{number}": torch.randn(2000) for number in range(200)}
+    save(tmp_path, step=1, state={"s": saved})
+    found = {f"{number}": torch.zeros(2000, dtype=torch.float64) for number in range(0, 200, 2)}
+    made: list[int] = []
+    host_memory = tensors.host_memory
+
+    def noting(size: int, devices: Any) -> torch.Tensor:
+        made.append(size)
+        return host_memory(size, devices)
+
+    with patch.object(fill, "host_memory", noting):
+        load(tmp_path, state={"s": found}, cast=True, partial=True)
+    assert all(torch.equal(each, saved[name].double()) for name, each in found.items())
+    assert sum(made) < 4 << 20

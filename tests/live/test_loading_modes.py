@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import AdamW
 
-from ckptkit.checkpoint.read.reader import Brought, ReadPlan
+from ckptkit.checkpoint.read.reader import ReadPlan, Staged
 from ckptkit.errors import CkptkitError, NotFoundError, PeerError, StorageError
 from ckptkit.live import (
     Checkpointer,
@@ -160,17 +160,17 @@ def test_what_goes_through_memory_is_read_by_several_threads(tmp_path: Path) -> 
     whole = {f"w{number}": torch.arange(100.0) + number for number in range(9)}
     save(tmp_path, step=1, state={"s": whole})
     found = {name: torch.zeros(100, dtype=torch.bfloat16) for name in whole}
-    meeting, bring = Barrier(3), ReadPlan.bring
+    meeting, stage = Barrier(3), ReadPlan.stage
 
-    def together(self: ReadPlan, run: tuple[int, int], memory: memoryview) -> Iterator[Brought]:
+    def together(self: ReadPlan, run: tuple[int, int], memory: memoryview) -> Iterator[Staged]:
         meeting.wait(20)
-        yield from bring(self, run, memory)
+        yield from stage(self, run, memory)
 
     with (
         patch.object(fill, "_RUN_BYTES", 300),
-        patch.object(fill, "_SMALL", 100),
+        patch.object(fill, "_BYTES_PER_THREAD", 100),
         patch.object(restore, "copying_threads", lambda _: 3),
-        patch.object(ReadPlan, "bring", together),
+        patch.object(ReadPlan, "stage", together),
     ):
         load(tmp_path, state={"s": found}, cast=True)
     assert all(torch.equal(found[name].float(), each) for name, each in whole.items())
@@ -312,28 +312,28 @@ def test_what_torch_has_to_copy_goes_through_bounded_memory(tmp_path: Path) -> N
     saved = {f"{n}": torch.randn(33, 7 * n + 1) for n in range(9)}
     save(tmp_path, step=1, state={"s": saved}, chunk_bytes=500)
     found = {n: torch.zeros(each.shape[::-1], dtype=torch.float64).T for n, each in saved.items()}
-    runs, rooms, ends_at = list[int](), set[int](), 0
-    bring = ReadPlan.bring
+    runs, buffers, ends_at = list[int](), set[int](), 0
+    stage = ReadPlan.stage
 
-    def counted(self: ReadPlan, run: tuple[int, int], memory: memoryview) -> Iterator[Brought]:
+    def counted(self: ReadPlan, run: tuple[int, int], memory: memoryview) -> Iterator[Staged]:
         runs.append(int(self.stop[run[0] : run[1]].max() - self.start[run[0]]))
-        rooms.add(address_of(memory))
+        buffers.add(address_of(memory))
         if len(runs) == ends_at:
             raise StorageError("the disk is gone")
-        yield from bring(self, run, memory)
+        yield from stage(self, run, memory)
 
     with (
         patch.object(fill, "_RUN_BYTES", 3000),
-        patch.object(fill, "_SMALL", 100),
-        patch.object(fill, "_ROOM_BYTES", 2 * (3000 + PAGE)),
+        patch.object(fill, "_BYTES_PER_THREAD", 100),
+        patch.object(fill, "_STAGING_BYTES", 2 * (3000 + PAGE)),
         patch.object(restore, "copying_threads", lambda _: 4),
-        patch.object(ReadPlan, "bring", counted),
+        patch.object(ReadPlan, "stage", counted),
     ):
         load(tmp_path, state={"s": found}, cast=True)
         assert all(torch.equal(found[n], saved[n].double()) for n in saved)
         assert len(runs) > 5
         assert max(runs) <= 3000
-        assert len(rooms) == 2
+        assert len(buffers) == 2
         for ends_at in (2, 4, len(runs)):  # noqa: B007 — `counted` looks at it
             runs.clear()
             with pytest.raises(StorageError, match="the disk is gone"):

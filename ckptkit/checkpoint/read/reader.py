@@ -33,9 +33,9 @@ _ALIKE = 32
 # Asking whether the system has a file in memory, and for how long, takes as long as copying less.
 _LEAST_LENT = 128 << 10
 
-# Copied and checked at a time. Less would stay in the cache of one core, but threads wait for each
-# other between the two, which takes longer than that saves.
-_CACHED = 4 << 20
+# Copied, and then checked, at a time. Less would stay in the cache of one core, but threads wait
+# for each other between the two, which takes longer than that saves.
+_COPY_BYTES = 4 << 20
 
 # To let other threads go on takes longer than to copy so much.
 _SHORT = 32 << 10
@@ -61,7 +61,7 @@ class Wanted:
     target: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0))
 
 
-Brought: TypeAlias = tuple[int, tuple[slice, ...], npt.NDArray[Any]]
+Staged: TypeAlias = tuple[int, tuple[slice, ...], npt.NDArray[Any]]
 """Which of the wanted boxes some elements are of, where in it they belong, and they themselves."""
 
 
@@ -148,17 +148,17 @@ class ReadPlan:
                     self._fetch(source, start, memory, verify=False)
                     self._scatter(run, memory)
         if self.progress:
-            self.progress(int(self.stop[last - 1]) - start)
+            self.progress(size)
 
     @property
     def longest(self) -> int:
-        """The memory that `bring` needs for any of the runs."""
+        """The memory that `stage` needs for any of the runs."""
         sizes = [int(self.stop[i:j].max() - self.start[i]) for i, j in self.runs]
         return max(sizes, default=0) + PAGE
 
-    def bring(self, run: tuple[int, int], memory: memoryview) -> Iterator[Brought]:
-        """Read one run into memory as its pack has it, from any thread, and give what is wanted of
-        it, as soon as its chunk was compared.
+    def stage(self, run: tuple[int, int], memory: memoryview) -> Iterator[Staged]:
+        """Read one run into memory as its pack has it, from any thread, and yield what is wanted of
+        each chunk, once it was compared. For targets that only the caller can copy to.
         """
         first, last = run
         starts, stops = self.start[first:last].tolist(), self.stop[first:last].tolist()
@@ -367,12 +367,12 @@ def plan_read(
     verify: bool,
     progress: Progress | None = None,
     alone: bool = False,
-    in_place: bool = True,
+    staged: bool = False,
 ) -> ReadPlan:
     """Which bytes to read to fill all that is wanted. With `verify` always whole chunks, so that
     each can be checked, where there are checksums to check them by. `alone` says that nobody else
-    reads them: what a device has is then read past the page cache. Without `in_place`, runs are for
-    `bring`, and not for `read`.
+    reads them: what a device has is then read past the page cache. The runs of a `staged` plan are
+    for `stage`, and not for `read`.
     """
     # Layers are alike: what one has found out holds for all. So all that is said of each piece is
     # found once for each kind of box, and looked up there: row `at` of what the kinds have, joined.
@@ -429,7 +429,7 @@ def plan_read(
         bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
     else:
         # Together in a run of any length: the rows of a target are to be written whole.
-        bands = side_by_side(pieces, kind[number], number, place, pack) if in_place else []
+        bands = side_by_side(pieces, kind[number], number, place, pack) if not staged else []
         runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
     return ReadPlan(
         packs=packs,
@@ -470,11 +470,11 @@ def _are_cold(packs: OpenPacks, pack: npt.NDArray[np.uint32], start: I64, stop: 
 
 
 def _copied(source: memoryview, target: memoryview, crc: int, *, verify: bool) -> int:
-    """Copy bytes, and go on with a checksum of them while they are in the cache."""
+    """Copy bytes, some at a time, and go on with a checksum of them, which it returns."""
     if len(source) <= _SHORT:
         target[:] = source
         return int(isal_zlib.crc32(source, crc)) if verify else crc
-    step = _CACHED if verify else max(1, len(source))
+    step = _COPY_BYTES if verify else max(1, len(source))
     for begin in range(0, len(source), step):
         block = source[begin : begin + step]
         copy_bytes(block, target[begin : begin + step])

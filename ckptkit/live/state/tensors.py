@@ -261,7 +261,7 @@ def host_memory(size: int, devices: Iterable[torch.device]) -> torch.Tensor:
     """Memory that tensors on these devices are copied to or from."""
     if any(device.type == "cuda" for device in devices):
         return pinned_memory(size)
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default is
 
 
 def pinned_memory(size: int) -> torch.Tensor:
