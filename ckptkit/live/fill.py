@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
 from threading import Lock
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.checkpoint.ranks import Ranks
-from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, NamedBox
+from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, NamedBox, ReadMany
 from ckptkit.checkpoint.read.reader import Staged, Wanted, plan_read
 from ckptkit.checkpoint.workers import share_out
 from ckptkit.errors import LayoutError
@@ -47,7 +48,7 @@ _TURNS_HELD = (
 )
 _PIECE_BYTES = 8 << 20  # small enough to spread evenly over readers
 _ALIGNMENT = 64
-_PAST_CACHE = 1.3  # past the page cache a device gives bytes so many times as fast
+_MOST_ALONG = 1.3  # times what is needed: past the page cache a device is so much faster
 
 # What torch copies is read by few large requests: threads wait for each other between two.
 _RUN_BYTES = 16 << 20
@@ -87,15 +88,19 @@ def fill(
         else:
             bits = bits_of(held.name, local)
             direct += [(array.name, box, bits[inside]) for box, inside in known[kind]]
-    checkpoint.read_many(
-        direct,
+    _reader(checkpoint, options, alone=alone)(direct)
+    if staged:
+        _fill_by_torch(checkpoint, staged, options, alone=alone)
+
+
+def _reader(checkpoint: Checkpoint, options: LoadOptions, *, alone: bool) -> ReadMany:
+    return partial(
+        checkpoint.read_many,
         verify=options.verify,
         threads=options.threads,
         progress=options.progress,
         alone=alone,
     )
-    if staged:
-        _fill_by_torch(checkpoint, staged, options, alone=alone)
 
 
 def _fill_by_torch(
@@ -239,9 +244,9 @@ def _repeating(topology: Topology, held: LiveTensor) -> Axes:
 def told_apart(
     topology: Topology, fillings: Sequence[Filling], here: int, *, parts: bool
 ) -> dict[bool, list[Filling]]:
-    """What to fill, told apart: under True what no other of the `here` ranks of this machine reads,
-    by whole chunks or by `parts` of them. Where much is read along, such as the rest of rows, that
-    is what others need.
+    """What to fill: under True what this rank alone reads of the `here` ranks of its machine, under
+    False the rest. Whole chunks are read, or only `parts` of them. Where that is much more than the
+    rank needs, such as whole rows for a half of each, others are taken to need what is left.
     """
     # Their numbers follow each other, so ranks that are further apart are on other machines.
     sizes = topology.strategy.mesh.sizes
@@ -253,7 +258,7 @@ def told_apart(
             axes = _repeating(topology, held)
             pieces = [Pieces(array.grid, box) for box in held.part(topology).boxes]
             read = sum(each.reach(parts=parts) for each in pieces)
-            is_mine = here == 1 or read <= _PAST_CACHE * held.local.numel()
+            is_mine = here == 1 or read <= _MOST_ALONG * held.local.numel()
             known[kind] = is_mine and all(math.prod(sizes[axis + 1 :]) >= here for axis in axes)
         found.setdefault(known[kind], []).append((held, array))
     return found
@@ -431,7 +436,7 @@ class _FillByTurns:
     def run(self, checkpoint: Checkpoint, options: LoadOptions) -> list[Exception]:
         """Fill all; what went wrong on this rank is returned when the others have theirs."""
         errors: list[Exception] = []
-        mine = self._turns[self._me]
+        mine, read = self._turns[self._me], _reader(checkpoint, options, alone=True)
 
         def read_turn(turn: int) -> None:
             if errors:
@@ -442,13 +447,7 @@ class _FillByTurns:
                 bits = raw.view(share.array.dtype.bits)
                 wanted.append((share.array.name, share.box, bits.reshape(share.box.shape)))
             try:
-                checkpoint.read_many(
-                    wanted,
-                    verify=options.verify,
-                    threads=options.threads,
-                    progress=options.progress,
-                    alone=True,
-                )
+                read(wanted)
             except Exception as error:  # noqa: BLE001 — as the class says
                 errors.append(error)
 
