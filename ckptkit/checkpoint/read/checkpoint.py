@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, StepFolder, manifest_at, read_manifest, store_at
 from ckptkit.checkpoint.read.packs import packs_of
-from ckptkit.checkpoint.read.reader import Wanted, plan_read
+from ckptkit.checkpoint.read.plan import plan_read
+from ckptkit.checkpoint.read.reader import Wanted
 from ckptkit.checkpoint.workers import Pace, Progress, share_out, uncollected
 from ckptkit.errors import (
     FormatError,

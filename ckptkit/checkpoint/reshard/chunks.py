@@ -17,7 +17,8 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.reader import BAND_BYTES, Wanted, plan_read
+from ckptkit.checkpoint.read.plan import plan_read
+from ckptkit.checkpoint.read.reader import BAND_BYTES, Wanted
 from ckptkit.checkpoint.read.stream import check_chunk
 from ckptkit.checkpoint.reshard.target import Budget, TargetArray
 from ckptkit.checkpoint.reshard.translation import Chosen
