@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, overload
 
 import torch
@@ -37,7 +37,8 @@ class PipelineActivations(Closing):
         self._store = ActivationStore() if local is None else local
         # By stage and micro-batch: what was registered, and whether that is a boundary.
         self._names: dict[tuple[int, int], dict[str, bool]] = {}
-        self._saved: dict[tuple[int, int], _SavedTensors] = {}
+        # The places in the store of what autograd saved, in the order of the forward.
+        self._saved: dict[tuple[int, int], list[str]] = {}
         self._peaks: defaultdict[int, int] = defaultdict(int)
         self._attached = ExitStack()
 
@@ -98,10 +99,9 @@ class PipelineActivations(Closing):
         """Forget a micro-batch, of one stage or of all; or everything."""
         for at, number in list(self._names):
             if microbatch in (None, number) and stage in (None, at):
-                for name in self._names.pop((at, number)):
-                    self._store.clear(f"{at}/{number}/{name}")
-                if (saved := self._saved.pop((at, number), None)) is not None:
-                    saved.clear()
+                kept = [f"{at}/{number}/{name}" for name in self._names.pop((at, number))]
+                for key in kept + self._saved.pop((at, number), []):
+                    self._store.clear(key)
 
     def close(self) -> None:
         """Forget everything, and follow no stage any more; the store stays open."""
@@ -171,12 +171,7 @@ class _Follower:
         with self._clean():
             # Also where nothing will be registered, as on the last stage: it is in flight.
             self._kept._begin(self._number, fwd_chunk_id)
-            saving: AbstractContextManager[Any] = nullcontext()
-            if self._keep_saved:
-                saved = _SavedTensors(self._kept._store, f"{self._number}/{fwd_chunk_id}")
-                self._kept._saved[self._number, fwd_chunk_id] = saved
-                saving = saved.hooks(self._stage.submod, (args, kwargs))
-            with saving:
+            with self._saving(fwd_chunk_id, (args, kwargs)) if self._keep_saved else nullcontext():
                 output = self._forward(fwd_chunk_id, *args, **kwargs)
             if not self._stage.is_last:
                 given = output if isinstance(output, (tuple, list)) else (output,)
@@ -189,8 +184,9 @@ class _Follower:
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Forget the micro-batch, unless its weights come later."""
-        if (saved := self._kept._saved.get((self._number, bwd_chunk_id))) is not None:
-            saved.prefetch()
+        # What was moved begins to come back, in the order of backward.
+        for key in reversed(self._kept._saved.get((self._number, bwd_chunk_id), [])):
+            self._kept._store.prefetch(key)
         with self._clean():
             result = self._backward(bwd_chunk_id, *args, **kwargs)
         # A schedule that leaves gradients of weights for later needs what was saved until then; it
@@ -213,27 +209,27 @@ class _Follower:
             self._kept.clear(stage=self._number)
             raise
 
-
-class _SavedTensors:
-    """What autograd saves in the forward of a micro-batch, in places of a store until cleared."""
-
-    def __init__(self, store: ActivationStore, name: str) -> None:
-        self._store = store
-        self._name = name
-        self._keys: list[str] = []
-
-    def hooks(self, module: nn.Module, given: Any) -> saved_tensors_hooks:
-        """For the forward of a module, on what it is given."""
+    def _saving(self, microbatch: int, given: Any) -> saved_tensors_hooks:
+        """Hooks that put what autograd saves of a micro-batch into the store until it is cleared,
+        for a forward of what is given.
+        """
+        store, name = self._kept._store, f"saved {self._number}/{microbatch}"
+        keys = self._kept._saved[self._number, microbatch] = []
         # Whoever gives the inputs holds them anyway, all micro-batches in one memory.
         stays = {storage._cdata for storage in storages_in(given)}
-        owned, store = OwnedMemory(module), self._store
+        owned = OwnedMemory(self._stage.submod)
+
+        def next_key() -> str:
+            keys.append(f"{name}/{len(keys)}")
+            return keys[-1]
+
         moving = None
         if store._host is not None:
             store._host.next_forward()
             moving = OffloadedForward(
-                module,
+                self._stage.submod,
                 store._host,
-                keep=lambda moved, size: store.register_moved(self._next_key(), moved, size),
+                keep=lambda moved, size: store.register_moved(next_key(), moved, size),
             )
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -245,7 +241,7 @@ class _SavedTensors:
                 return moving.pack(tensor)
             if isinstance(tensor._base, nn.Parameter) or memories & owned.storages():
                 return SavedTensor.of(tensor)
-            key = self._next_key()
+            key = next_key()
             store.register(key, tensor)
             return key, tensor._version
 
@@ -256,17 +252,3 @@ class _SavedTensors:
             return moving.unpack(packed) if moving is not None else packed.get()
 
         return saved_tensors_hooks(pack, unpack)
-
-    def _next_key(self) -> str:
-        key = f"saved {self._name}/{len(self._keys)}"
-        self._keys.append(key)
-        return key
-
-    def prefetch(self) -> None:
-        """Begin to bring back what was moved, in the order of backward."""
-        for key in reversed(self._keys):
-            self._store.prefetch(key)
-
-    def clear(self) -> None:
-        for key in self._keys:
-            self._store.clear(key)
