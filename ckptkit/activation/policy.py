@@ -6,6 +6,7 @@ which, and measure whether that is so.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 import time
@@ -320,6 +321,7 @@ class Search:
         """The peak that each choice was measured to have."""
         self.best: frozenset[int] | None = None
         """The cheapest choice that fits."""
+        self._seconds = math.inf
         self.is_done = False
 
     def learn(self, peak: int) -> None:
@@ -327,8 +329,9 @@ class Search:
         if self.is_done:
             return
         self.tried[self.chosen] = peak
-        if peak <= self._budget and self._seconds(self.chosen) < self._seconds(self.best):
-            self.best = self.chosen
+        seconds = sum(self._costs.blocks[number].seconds for number in self.chosen)
+        if peak <= self._budget and seconds < self._seconds:
+            self.best, self._seconds = self.chosen, seconds
         mistake = peak_of(self._costs, self.chosen) - peak
         following = self._choice(self._budget + mistake)
         if self.best is None and len(self.tried) == _ROUNDS - 1:
@@ -340,11 +343,6 @@ class Search:
     def _choice(self, limit: int) -> frozenset[int]:
         numbers = choose(self._costs, limit)
         return self._every if numbers is None else numbers
-
-    def _seconds(self, chosen: frozenset[int] | None) -> float:
-        if chosen is None:
-            return float("inf")
-        return sum(self._costs.blocks[number].seconds for number in chosen)
 
 
 def peak_of(costs: Costs, chosen: Collection[int]) -> int:
@@ -403,12 +401,13 @@ def measure(modules: Sequence[nn.Module], blocks: Blocks, step: Step) -> Costs:
     """Run the step with every block recomputed, and each once more to see what it would keep:
     so there is never more than one block's activations at a time.
     """
-    metered, timed = _BlockProbe(ActivationMeter()), _BlockProbe(None)
-    for probe in (metered, timed):  # apart, as metering takes time
+    metered, timed = _BlockProbe(), _BlockProbe()
+    for probe in (metered, timed):
         undo = Undo()
         undo.put(blocks, probe.forward_of)
         try:
-            with traceless(modules), probe.meter or nullcontext():
+            # Metering takes time: where that is measured the meter stays out, and counts nothing.
+            with traceless(modules), probe.meter if probe is metered else nullcontext():
                 step()
         finally:
             undo()
@@ -440,10 +439,10 @@ class _Runs:
 
 
 class _BlockProbe:
-    """What the blocks of one step tell, to a meter or to a clock."""
+    """What the blocks of one step tell, to a meter and to a clock."""
 
-    def __init__(self, meter: ActivationMeter | None) -> None:
-        self.meter = meter
+    def __init__(self) -> None:
+        self.meter = ActivationMeter()
         self.found: dict[str, _Runs] = {}
         self.before = 0
         self.after = 0
@@ -456,18 +455,17 @@ class _BlockProbe:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
             found = self.found.setdefault(name, _Runs())
-            start = self._mark()
+            start = self.meter.mark()
             if len(self.found) == 1 and not found.seconds:
                 self.before = start
             with torch.random.fork_rng():
                 began = _clock()
                 result = plain(*args, **kwargs)
                 found.seconds.append(_clock() - began)
-            if self.meter is not None:
-                found.kept = max(found.kept, self.meter.current - start)
-                found.peak = max(found.peak, self.meter.marked_peak - start)
+            found.kept = max(found.kept, self.meter.current - start)
+            found.peak = max(found.peak, self.meter.marked_peak - start)
             del result
-            start = self._mark()
+            start = self.meter.mark()
             again = partial(self._run_again, plain)
             # The graph of this forward holds `again` until its backward has ended: no hook would
             # say so for a graph that is thrown away.
@@ -475,22 +473,19 @@ class _BlockProbe:
             found.at_once = max(found.at_once, found.waiting)
             weakref.finalize(again, found.end).atexit = False
             result = Recomputed(block, again)(*args, **kwargs)
-            found.recomputed = max(found.recomputed, self._mark() - start)
+            found.recomputed = max(found.recomputed, self.meter.mark() - start)
             return result
 
         return forward
 
     def _run_again(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_in_backward = torch._C._current_graph_task_id() != -1
-        if self.meter is not None and is_in_backward and not self.has_backward:
+        if is_in_backward and not self.has_backward:
             # The first block that is computed again tells what lay after the last one.
             self.has_backward = True
             held = sum(found.waiting * found.recomputed for found in self.found.values())
             self.after = max(0, self.meter.marked_peak - self.before - held)
         return plain(*args, **kwargs)
-
-    def _mark(self) -> int:
-        return 0 if self.meter is None else self.meter.mark()
 
 
 def _clock() -> float:
