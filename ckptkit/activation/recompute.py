@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -116,20 +117,16 @@ class Recomputed:
         return forward(), _EachTime(again)
 
 
-class _EachTime(AbstractContextManager[None]):
+class _EachTime(ExitStack):
     """A context that is made anew whenever it is entered: there may be several backwards."""
 
     def __init__(self, make: Callable[[], Context]) -> None:
+        super().__init__()
         self._make = make
-        self._entered: Any = nullcontext()
 
-    def __enter__(self) -> None:
-        self._entered = self._make()
-        self._entered.__enter__()
-
-    def __exit__(self, *error: object) -> bool | None:
-        is_handled: bool | None = self._entered.__exit__(*error)
-        return is_handled
+    def __enter__(self) -> Self:
+        self.enter_context(self._make())
+        return self
 
 
 class Undo:
@@ -208,12 +205,6 @@ _KEPT = {
 } | {f"_c10d_functional::{name}" for name in ("all_reduce", "reduce_scatter_tensor")}
 
 
-def selective() -> tuple[Context, Context]:
-    """Contexts in which results of matrix products, attention and collectives are kept."""
-    keeping, using = create_selective_checkpoint_contexts(_keep_costly)
-    return keeping, using
-
-
 def _keep_costly(
     _: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
@@ -225,6 +216,10 @@ def _keep_costly(
     if float(given.get("dropout_p", 0.0)) > 0:
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
+
+
+# Makes contexts in which results of matrix products, attention and collectives are kept.
+selective = partial(create_selective_checkpoint_contexts, _keep_costly)
 
 
 class CopyOnWrite(TorchDispatchMode):
@@ -252,7 +247,7 @@ class CopyOnWrite(TorchDispatchMode):
                 if each.alias_info is not None and each.alias_info.is_write
             ]
             changing = {each._cdata for each in storages_in(written)}
-            for kept in tree_leaves(dict(enumerate(self._keeping.storage.values()))):
+            for kept in tree_leaves(list(self._keeping.storage.values())):
                 value = getattr(kept, "val", None)
                 if isinstance(value, torch.Tensor) and any(
                     each._cdata in changing for each in storages_of(value)
