@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -60,16 +60,21 @@ class Partition:
                 is_alike = all(isinstance(placement, Replicate) for placement in tensor.placements)
             if isinstance(tensor, nn.Parameter) or tensor.numel() < _LEAST or not is_alike:
                 return SavedTensor.of(tensor)
-            self._check(f"input {place} of {name}", tensor)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            flat, stride = _as_it_lies(local)
+            self._check(f"input {place} of {name}", flat, tuple(local.shape), stride)
             place += 1
-            return cut(tensor, self._group)
+            mine = share_of(flat, self._group.rank(), self._group.size())
+            # Padded, as the ranks gather as many from each; and of its own memory, as a view would
+            # keep the whole tensor alive.
+            own = mine.new_zeros(-(-flat.numel() // self._group.size()))
+            own[: mine.numel()] = mine
+            spread = tensor._spec if isinstance(tensor, DTensor) else None
+            return _CutTensor(own, local.shape, self._group, stride, spread)
 
-        def unpack(packed: SavedTensor | _CutTensor) -> torch.Tensor:
-            return gather(packed) if isinstance(packed, _CutTensor) else packed.get()
+        return saved_tensors_hooks(pack, lambda packed: packed.get())
 
-        return saved_tensors_hooks(pack, unpack)
-
-    def _check(self, what: str, tensor: torch.Tensor) -> None:
+    def _check(self, what: str, flat: torch.Tensor, *form: object) -> None:
         """Refuse a tensor of which the ranks hold different ones: put together of their pieces, it
         would silently make wrong gradients.
         """
@@ -77,10 +82,8 @@ class Partition:
         self._seen[what] += 1
         if self._seen[what].bit_count() > 1:
             return
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        flat, stride = _as_it_lies(local)
         data = bytes_of(flat).cpu().numpy().tobytes()
-        said = hashlib.blake2b(data, digest_size=16).digest(), tuple(local.shape), stride
+        said = hashlib.blake2b(data, digest_size=16).digest(), *form
         if not self._ranks.agree(said, lambda heard: all(each == heard[0] for each in heard)):
             raise LayoutError(
                 "the ranks of the tensor-parallel group hold different activations here",
@@ -98,38 +101,24 @@ class _CutTensor:
     """Its elements, flat; each rank's as many, the last ones padded."""
     shape: torch.Size
     group: dist.ProcessGroup
-    stride: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None
     """The tensor's strides where `own` has the order of its memory; None: that of the indices."""
-    spread: DTensorSpec | None = None
+    spread: DTensorSpec | None
     """How a DTensor lies; None for other tensors."""
 
-
-def cut(tensor: torch.Tensor, group: dist.ProcessGroup) -> _CutTensor:
-    """What this rank keeps, which shares no memory with the tensor."""
-    if isinstance(tensor, DTensor):
-        return replace(cut(tensor.to_local(), group), spread=tensor._spec)
-    flat, stride = _as_it_lies(tensor)
-    mine = share_of(flat, group.rank(), group.size())
-    # Padded, as the ranks gather as many from each; and of its own memory, as a view would keep
-    # the whole tensor alive.
-    own = mine.new_zeros(-(-tensor.numel() // group.size()))
-    own[: mine.numel()] = mine
-    return _CutTensor(own, tensor.shape, group, stride)
-
-
-def gather(piece: _CutTensor) -> torch.Tensor:
-    """The whole tensor again; all ranks of the group do so in the same order."""
-    with metered():
-        whole = piece.own.new_empty(piece.own.numel() * piece.group.size())
-    all_gather_single(whole, piece.own, group=piece.group)
-    tensor = whole[: piece.shape.numel()].view(piece.shape)
-    if piece.stride is not None:
-        tensor = tensor.as_strided(piece.shape, piece.stride)
-    if piece.spread is None:
-        return tensor
-    # Not with the strides that it had: where its memory had gaps, this has none.
-    spec = piece.spread
-    return DTensor.from_local(tensor, spec.mesh, spec.placements, run_check=False)
+    def get(self) -> torch.Tensor:
+        """The whole tensor again; all ranks of the group do so in the same order."""
+        with metered():
+            whole = self.own.new_empty(self.own.numel() * self.group.size())
+        all_gather_single(whole, self.own, group=self.group)
+        tensor = whole[: self.shape.numel()].view(self.shape)
+        if self.stride is not None:
+            tensor = tensor.as_strided(self.shape, self.stride)
+        if self.spread is None:
+            return tensor
+        # Not with the strides that it had: where its memory had gaps, this has none.
+        spec = self.spread
+        return DTensor.from_local(tensor, spec.mesh, spec.placements, run_check=False)
 
 
 def share_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:

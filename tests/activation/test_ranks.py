@@ -30,7 +30,7 @@ from ckptkit.activation import (
     partition,
     peak_bytes,
 )
-from ckptkit.activation.partition import cut
+from ckptkit.activation.partition import _CutTensor
 from ckptkit.activation.recompute import traceless
 from ckptkit.errors import LayoutError
 from tests.activation import network
@@ -265,7 +265,7 @@ def under(spec: str) -> list[str]:
             assert checkpointed(spread, policy, spread.modules, step).model is spread
         with (
             patch.object(partition, "_LEAST", 1),
-            patch.object(partition, "cut", wraps=cut) as cuts,
+            patch.object(partition, "_CutTensor", wraps=_CutTensor) as cuts,
         ):
             losses = training.train(spread, [1, 2])
         assert cuts.called == (policy == "partition")
