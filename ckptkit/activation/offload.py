@@ -229,9 +229,12 @@ class Moved:
     def prefetch(self) -> None:
         """Begin to bring it back; nothing waits."""
         if self._device.type == "cuda" and self._arrived is None:
-            there = None if self._departure is None else self._departure.event
-            with metered():
-                self._arrived, self._arriving = self._memory.bring(self._host, self._device, there)
+            stream = self._memory.stream("back", self._device)
+            with metered(), torch.cuda.stream(stream):
+                if self._departure is not None:
+                    stream.wait_event(self._departure.event)
+                self._arrived = self._host.to(self._device, non_blocking=True)
+            self._arriving = stream.record_event()
             self._copies.append(self._arriving)
 
     def fetch(self) -> torch.Tensor:
@@ -358,7 +361,7 @@ class HostMemory:
         if flat.device.type != "cuda":
             host.copy_(flat)
             return None
-        stream = self._stream("out", flat.device)
+        stream = self.stream("out", flat.device)
         # What computes the tensor is on its way, not done. And the tensor is held until the copy
         # has ended: its memory would go to the next one, which the copy would then read.
         stream.wait_stream(torch.cuda.current_stream(flat.device))
@@ -369,16 +372,6 @@ class HostMemory:
             self._pending.append(departure)
             self.drain()
         return departure
-
-    def bring(
-        self, host: torch.Tensor, device: torch.device, there: torch.cuda.Event | None
-    ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        stream = self._stream("back", device)
-        with torch.cuda.stream(stream):
-            if there is not None:
-                stream.wait_event(there)
-            found = host.to(device, non_blocking=True)
-        return found, stream.record_event()
 
     def next_forward(self) -> None:
         """Wait until what the forward before the last one moved has gone; the last one's may still
@@ -396,7 +389,7 @@ class HostMemory:
             while self._pending and self._pending[0].event.query():
                 self._pending.popleft().let_go()
 
-    def _stream(self, way: str, device: torch.device) -> torch.cuda.Stream:
+    def stream(self, way: str, device: torch.device) -> torch.cuda.Stream:
         if (way, device) not in self._streams:
             self._streams[way, device] = torch.cuda.Stream(device)
         return self._streams[way, device]

@@ -205,24 +205,23 @@ class ActivationStore(Closing):
         return self._budget is None or self._current + added <= self._budget
 
     def _add(self, layer: LayerId, tensor: torch.Tensor, memories: _Memories) -> None:
-        held: torch.Tensor | Moved = tensor.detach()
+        held: torch.Tensor | Moved
         ready = None
         if self._host is not None:
             held = Moved(bytes_of(tensor), self._host)  # it waits for its own copy
-        elif isinstance(held, torch.Tensor):
-            held.requires_grad_(tensor.requires_grad)
+        else:
+            held = tensor.detach().requires_grad_(tensor.requires_grad)
             if held.device.type == "cuda":
                 ready = torch.cuda.current_stream(held.device).record_event()
-        kept = _Activation(held, tensor.shape, tensor.dtype, memories)
-        kept.requires_grad, kept.ready = tensor.requires_grad, ready
-        self._keep(layer, kept)
+        form = tensor.shape, tensor.dtype, tensor.requires_grad
+        self._keep(layer, _Activation(held, memories, *form, ready))
 
     def register_moved(self, layer: LayerId, moved: Moved, size: int) -> None:
         """Keep, and count, what has been moved to this store's host memory already."""
         memories = ((next(self._numbers), size),)
         with self._lock:
             self._drop(layer)
-            self._keep(layer, _Activation(moved, torch.Size([size]), torch.uint8, memories))
+            self._keep(layer, _Activation(moved, memories, torch.Size([size]), torch.uint8))
 
     def _keep(self, layer: LayerId, kept: _Activation) -> None:
         self._kept[layer] = kept
@@ -244,14 +243,14 @@ class ActivationStore(Closing):
                 self._current -= self._sizes.pop(key)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Activation:
     """One activation, on its device or in host memory."""
 
     held: torch.Tensor | Moved
+    memories: _Memories
     shape: torch.Size
     dtype: torch.dtype
-    memories: _Memories
     requires_grad: bool = False
     ready: torch.cuda.Event | None = None
     """When what makes it has ended; nobody on another stream may read it before."""
@@ -313,9 +312,8 @@ class DistributedActivationStore:
         mine = tensor if self.rank == source_rank else None
         what = plain_layer(layer_id), source_rank
         # None also for what cannot be sent: all ranks are to hear of that.
-        can_be_sent = isinstance(mine, torch.Tensor) and is_plain(mine)
         description = None
-        if mine is not None and can_be_sent:
+        if isinstance(mine, torch.Tensor) and is_plain(mine):
             form, *rest = described(mine)
             description = (astuple(form), *rest)
         heard = self._together("register_broadcast", (what, description))
