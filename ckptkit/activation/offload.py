@@ -14,10 +14,11 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -91,7 +92,7 @@ class _View:
     offset: int
     is_conj: bool
     is_neg: bool
-    spread: DTensorSpec | None = None
+    spread: DTensorSpec | None
     """How the whole lies, where this is the part of a DTensor."""
 
 
@@ -107,42 +108,37 @@ class OffloadedForward:
         keep: Callable[[Moved, int], None] | None = None,
     ) -> None:
         self._memory = memory
-        self._before = before
+        self._before = tuple(before)
         self._keep = keep
         self._owned = OwnedMemory(block)
         self._moved: dict[_Key, tuple[weakref.ref[Any], weakref.ref[Any], weakref.ref[Moved]]] = {}
         self._all: weakref.WeakSet[Moved] = weakref.WeakSet()
-        self._back: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._asked = False
+        self._back: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | _View:
         """What autograd keeps in the place of a tensor."""
-        if not isinstance(tensor, DTensor):
-            return self._view(tensor) or SavedTensor.of(tensor)
-        view = self._view(tensor._local_tensor)
-        return SavedTensor.of(tensor) if view is None else replace(view, spread=tensor._spec)
+        if isinstance(tensor, DTensor):
+            return self._view(tensor._local_tensor, tensor._spec) or SavedTensor.of(tensor)
+        return self._view(tensor) or SavedTensor.of(tensor)
 
     def unpack(self, packed: SavedTensor | _View) -> torch.Tensor:
         if isinstance(packed, SavedTensor):
             return packed.get()
-        if not self._asked:
-            self._asked = True
-            for each in self._before:
-                earlier = each()
-                for moved in () if earlier is None else list(earlier._all):
-                    moved.prefetch()
-        held = self._back.get(id(packed.moved))
-        storage = held() if held is not None else None
+        before, self._before = self._before, ()  # once is enough
+        for each in before:
+            earlier = each()
+            for moved in () if earlier is None else list(earlier._all):
+                moved.prefetch()
+        storage = self._back.get(id(packed.moved))
         if storage is None:
-            storage = packed.moved.fetch().untyped_storage()
-            self._back[id(packed.moved)] = weakref.ref(storage)
+            storage = self._back[id(packed.moved)] = packed.moved.fetch().untyped_storage()
         empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
         tensor = empty.set_(storage, packed.offset, packed.size, packed.stride)
         tensor = tensor.conj() if packed.is_conj else tensor
         tensor = torch._neg_view(tensor) if packed.is_neg else tensor
         return tensor if packed.spread is None else spread_as(tensor, packed.spread)
 
-    def _view(self, tensor: torch.Tensor) -> _View | None:
+    def _view(self, tensor: torch.Tensor, spread: DTensorSpec | None = None) -> _View | None:
         """Move what a tensor lies in; None for what stays."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
@@ -178,6 +174,7 @@ class OffloadedForward:
             int(tensor.storage_offset()),
             is_conj=tensor.is_conj(),
             is_neg=tensor.is_neg(),
+            spread=spread,
         )
 
 
