@@ -200,7 +200,6 @@ class AsynchronousSGD:
     def _connect(self) -> dict[int, InProcess | OverSocket]:
         """Reach all servers; a rank that is no worker asks them too, when all meet."""
         world, shard, clocks = self._world, self._shard, self._clocks
-        used = [server for server, names in self._shares.items() if names]
         with meeting(world, "asynchronous", self._timeout, "no training begins") as ranks:
             hosts = ranks.agree(socket.gethostname(), list)
             address = None
@@ -210,11 +209,11 @@ class AsynchronousSGD:
                 address = host, self._server.port, token
             addresses = ranks.agree(address, list)
         found: dict[int, InProcess | OverSocket] = {}
-        for server in used:
+        for server, names in self._shares.items():
             if server == world.rank and shard is not None:
                 found[server] = InProcess(shard, clocks, world.rank)
-            else:
-                nbytes = sum(self._parameters[name].nbytes for name in self._shares[server])
+            elif names:
+                nbytes = sum(self._parameters[name].nbytes for name in names)
                 found[server] = OverSocket(
                     server, addresses[server], world.rank, nbytes, self._timeout
                 )
@@ -405,6 +404,10 @@ class InProcess:
         self._clocks.tick(self._worker)
         return self._shard.pull()
 
+    def push(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        self.begin_push(gradients)
+        return self.end_push()
+
     def close(self) -> None: ...
 
 
@@ -474,15 +477,8 @@ def answer_worker(shard: ParameterShard, clocks: Clocks, pipe: socket.socket) ->
     if type(worker) is not int:
         return  # no worker, so nobody is lost
     here = InProcess(shard, clocks, worker)
-
-    def push(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        here.begin_push(gradients)
-        return here.end_push()
-
-    answers: dict[str, Callable[..., Any]] = {
-        name: getattr(here, name) for name in ("pull", "state", "steps", "set_options", "leave")
-    }
-    answers["push"] = push
+    names = ("push", "pull", "state", "steps", "set_options", "leave")
+    answers: dict[str, Callable[..., Any]] = {name: getattr(here, name) for name in names}
     what = ""
     try:
         while what != "leave":
