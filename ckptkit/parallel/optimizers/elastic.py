@@ -198,12 +198,11 @@ class ElasticTraining:
         with self._meeting() as ranks:
             replica = int(ranks.share(newer_replica))
         restored = self._restored(replica)
-        ratio = self._world.size / self._reference
+        before = 1.0
         if restored is None:
             # Replicas belong to a run that has this step: what another left is not taken for it.
             with self._meeting() as ranks:
                 self._job = ranks.share(lambda: secrets.token_hex(8))
-            factor = rule(ratio)
         else:
             document = restored.extra[_DOCUMENT]
             self._step = self._saved = restored.step
@@ -215,7 +214,7 @@ class ElasticTraining:
                 torch.manual_seed(seed_of(self._step, self._world.rank))
             # What was restored has been multiplied already, for the ranks that there were.
             before = rule(document["ranks"] / self._reference)
-            factor = rule(self._world.size / self._reference) / before
+        factor = rule(self._world.size / self._reference) / before
         if factor != 1:
             scale(factor, self._optimizer, self._scheduler)
             if self._world.rank == 0:
