@@ -180,7 +180,7 @@ def decoded(data: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
     # Cloned, as bytes of a larger message may begin where no float32 can.
     scales = data[:head].clone().view(torch.float32).split([run.count for run in runs])
     codes = data[head:].view(torch.int8).split([run.numel for run in runs])
-    values = [scales[0].new_empty(0)] if runs else [torch.empty(0, device=data.device)]
+    values = [torch.empty(0, dtype=torch.float32, device=data.device)]
     for run, scale, code in zip(runs, scales, codes, strict=True):
         values.append((code.view(run.count, run.length) * scale[:, None]).flatten())
     return torch.cat(values)
