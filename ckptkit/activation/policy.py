@@ -10,7 +10,6 @@ import math
 import re
 import sys
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import astuple, dataclass, field
@@ -18,6 +17,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -386,11 +386,10 @@ def choose(costs: Costs, budget: int) -> frozenset[int] | None:
         if len(ways) > _MOST_STATES:
             # Of neighbours the smaller stays, so that what is chosen fits for certain.
             ways = [*ways[: -1 : -(-len(ways) // _MOST_STATES)], ways[-1]]
-    fitting = [(seconds, held, chosen) for held, seconds, chosen in ways]
-    fitting = [way for way in fitting if way[1] + costs.after <= budget]
+    fitting = [chosen for held, _, chosen in ways if held + costs.after <= budget]
     if not fitting:
         return None
-    chosen, numbers = min(fitting, key=itemgetter(0, 1))[2], []
+    chosen, numbers = fitting[-1], []  # the more bytes a way holds, the fewer seconds it takes
     while chosen is not None:
         number, chosen = chosen
         numbers.append(number)
@@ -430,12 +429,9 @@ class _Runs:
     recomputed: int = 0
     peak: int = 0
     seconds: list[float] = field(default_factory=list)
-    waiting: int = 0
-    """How many forwards wait for their backward now."""
+    waiting: WeakSet[Callable[..., Any]] = field(default_factory=WeakSet)
+    """What the forwards that wait for their backward now will run again."""
     at_once: int = 0
-
-    def end(self) -> None:
-        self.waiting -= 1
 
 
 class _BlockProbe:
@@ -469,9 +465,8 @@ class _BlockProbe:
             again = partial(self._run_again, plain)
             # The graph of this forward holds `again` until its backward has ended: no hook would
             # say so for a graph that is thrown away.
-            found.waiting += 1
-            found.at_once = max(found.at_once, found.waiting)
-            weakref.finalize(again, found.end).atexit = False
+            found.waiting.add(again)
+            found.at_once = max(found.at_once, len(found.waiting))
             result = Recomputed(block, again)(*args, **kwargs)
             found.recomputed = max(found.recomputed, self.meter.mark() - start)
             return result
@@ -483,7 +478,7 @@ class _BlockProbe:
         if is_in_backward and not self.has_backward:
             # The first block that is computed again tells what lay after the last one.
             self.has_backward = True
-            held = sum(found.waiting * found.recomputed for found in self.found.values())
+            held = sum(len(found.waiting) * found.recomputed for found in self.found.values())
             self.after = max(0, self.meter.marked_peak - self.before - held)
         return plain(*args, **kwargs)
 
