@@ -206,7 +206,7 @@ class _Agent(LocalElasticAgent):
         """Leave nothing running of ranks that failed or were interrupted."""
         if self._ending is not None:
             self._ending.cancel()
-        if interrupted or self._output.has_failure():
+        if interrupted or self._output.first_failure() is not None:
             _kill_groups(self._pids)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -348,7 +348,7 @@ def _told_of_failure(streams: Streams, output: Output) -> bool:
     """Whether a rank has failed; then what it said last has been shown."""
     streams.check()
     output.tick()
-    if not output.has_failure():
+    if output.first_failure() is None:
         return False
     streams.drain()
     output.tell()

@@ -154,10 +154,6 @@ class Output:
                 self._release(rank)
                 self._since.pop(rank, None)
 
-    def has_failure(self) -> bool:
-        with self._lock:
-            return any(code for _, code in self._ended.values())
-
     def tick(self) -> None:
         """Show tracebacks that their ranks have outlived."""
         with self._lock:
