@@ -166,11 +166,16 @@ class RememberingCompression(Compression):
         super().__init__(spec)
         self.residuals: dict[str, torch.Tensor] = {}
 
-    def residual(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """What is left of the gradient of a parameter."""
+    def allocate(self) -> None:
+        """Make what is remembered of all parameters."""
+        for parameter, name in self._names.items():
+            if parameter.requires_grad:
+                self.remember(name, parameter)
+
+    def remember(self, name: str, like: torch.Tensor) -> None:
+        """Make the residual of a parameter, all zero, unless it is there."""
         if name not in self.residuals:
             self.residuals[name] = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        return self.residuals[name]
 
     def state_dict(self) -> dict[str, Any]:
         """The residuals too: an array for each parameter, with a row for each rank, of which this

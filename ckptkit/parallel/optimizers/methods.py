@@ -196,12 +196,6 @@ class TopK(RememberingCompression):
         super().__init__(spec)
         self._share = share
 
-    def allocate(self) -> None:
-        """Make the residuals, all zero."""
-        for parameter, name in self._names.items():
-            if parameter.requires_grad:
-                self.residual(name, parameter)
-
     def _send(self, bucket: GradBucket) -> Sent:
         gradients = bucket.gradients()
         each = zip(bucket.parameters(), gradients, strict=True)
@@ -232,7 +226,8 @@ class TopK(RememberingCompression):
         """Where the largest elements are, those, and what is left; a call of its own, so that the
         sum, as large as a gradient, is not kept while ranks exchange.
         """
-        residual = self.residual(name, gradient)
+        self.remember(name, gradient)
+        residual = self.residuals[name]
         total = (residual + gradient.float()).flatten()
         index = total.abs().topk(math.ceil(self._share * total.numel()), sorted=False).indices
         return index, total[index], total.index_fill(0, index, 0).view_as(residual)
@@ -252,12 +247,6 @@ class PowerSGD(RememberingCompression):
         self._after = after
         self._steps = 0
         self._factors: dict[str, torch.Tensor] = {}
-
-    def allocate(self) -> None:
-        """Make the residuals, all zero, and the first factors."""
-        for parameter, name in self._names.items():
-            if parameter.requires_grad and self._thin(parameter):
-                self._prepare(name, parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """The step, the factors, and the residuals with a row for each rank."""
@@ -292,7 +281,7 @@ class PowerSGD(RememberingCompression):
     def _approximate(self, gradients: dict[str, torch.Tensor]) -> None:
         """Put what two factors say of each gradient in its place, and keep the rest."""
         for name, gradient in gradients.items():
-            self._prepare(name, gradient)
+            self.remember(name, gradient)
         totals = {n: (self.residuals[n] + g.float()).flatten(1) for n, g in gradients.items()}
         # Products are linear: the mean of all ranks' products is that of their mean gradient, which
         # nobody has. The old factors are copied, as they stay where the step is skipped.
@@ -321,10 +310,11 @@ class PowerSGD(RememberingCompression):
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.copy_(piece.view_as(tensor))
 
-    def _prepare(self, name: str, like: torch.Tensor) -> None:
-        if name in self.residuals:
+    def remember(self, name: str, like: torch.Tensor) -> None:
+        """Make the residual of a parameter and its first factor, where it has such."""
+        if name in self.residuals or not self._thin(like):
             return
-        self.residual(name, like)
+        super().remember(name, like)
         # By its name, so that it is the same on all ranks and in any bucket.
         generator = torch.Generator().manual_seed(crc32(name.encode()))
         shape = math.prod(like.shape[1:]), self._thin(like)
