@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -202,6 +202,7 @@ def unpacked(data: torch.Tensor, form: TensorForm, device: torch.device) -> Any:
 
 T = TypeVar("T")
 
+_EXCHANGE = "exchange"  # in the place of a tag
 _SHORT = 248  # bytes of a message that need no second exchange
 # By process group, how many were made out of it: all of its ranks make them in one order.
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -334,48 +335,52 @@ def _failures(timeout: float) -> Iterator[None]:
 
 
 class Hub:
-    """Where the threads of one job meet; the first failure ends all meetings of the job.
+    """Where the threads of one job leave messages for each other; the first failure ends the job.
 
-    Meetings and messages are found by a name, the same on all ranks: that of the group, and which
-    meeting of it this is, or who sends what to whom.
+    Messages are found by a name, the same on all ranks: that of the group, and who sends what to
+    whom.
     """
 
     def __init__(self, ranks: int) -> None:
         self._changed = threading.Condition()
         self._failure: PeerError | None = None
         self._running = ranks
-        self._meetings: dict[object, dict[int, Any]] = {}
-        self._messages: dict[object, deque[torch.Tensor]] = {}
-        # By thread: whether it can go on, and what it waits for.
-        self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
+        self._messages: defaultdict[object, deque[Any]] = defaultdict(deque)
+        # By thread: where it waits for messages, and what it says if none come.
+        self._waiting: dict[int, tuple[list[deque[Any]], Callable[[], str]]] = {}
 
-    def meet(self, name: object, rank: int, size: int, value: T, timeout: float) -> list[T]:
-        """The values of all ranks, once all have come to a meeting."""
-
-        def missing() -> str:
-            ranks = [str(other) for other in range(size) if other not in told]
-            return f"rank {', '.join(ranks[:8])} did not come"
-
+    def put(self, names: Iterable[object], value: object) -> None:
+        """Leave a message under each of these names; never waits."""
         with self._changed:
-            told: dict[int, T] = self._meetings.setdefault(name, {})
-            told[rank] = value
-            if len(told) == size:
-                del self._meetings[name]  # those who wait have what they need of it
-            self._changed.notify_all()
-            self._wait_for(lambda: len(told) == size, timeout, missing)
-        return [told[other] for other in range(size)]
-
-    def put(self, name: object, data: torch.Tensor) -> None:
-        with self._changed:
-            self._messages.setdefault(name, deque()).append(data)
+            for name in names:
+                self._messages[name].append(value)
             self._changed.notify_all()
 
-    def take(self, name: object, timeout: float, why: str) -> torch.Tensor:
-        """The oldest message that was left."""
+    def take(
+        self, names: Iterable[object], timeout: float, why: Callable[[list[int]], str]
+    ) -> list[Any]:
+        """The oldest message under each name, once all have one; `why` says which have none."""
+        deadline = time.monotonic() + timeout
+        me = threading.get_ident()
         with self._changed:
-            left = self._messages.setdefault(name, deque())
-            self._wait_for(lambda: bool(left), timeout, lambda: why)
-            return left.popleft()
+            left = [self._messages[name] for name in names]
+
+            def missing() -> str:
+                return why([number for number, messages in enumerate(left) if not messages])
+
+            try:
+                while not all(left):
+                    self._waiting[me] = (left, missing)
+                    self._look_for_a_deadlock()
+                    if self._failure is not None:
+                        raise PeerError(self._failure.what)
+                    seconds = deadline - time.monotonic()
+                    if seconds <= 0:
+                        raise PeerError(f"{missing()} within {timeout:g} s")
+                    self._changed.wait(seconds)
+            finally:
+                self._waiting.pop(me, None)
+            return [messages.popleft() for messages in left]
 
     def fail(self, problem: str) -> None:
         """Wake all ranks with a problem, unless there was one before."""
@@ -394,29 +399,12 @@ class Hub:
             self._running -= 1
             self._look_for_a_deadlock()
 
-    def _wait_for(self, ready: Callable[[], bool], timeout: float, why: Callable[[], str]) -> None:
-        """Wait, with `changed` held, until something is so; `why` says what is missing."""
-        deadline = time.monotonic() + timeout
-        me = threading.get_ident()
-        try:
-            while not ready():
-                self._waiting[me] = (ready, why)
-                self._look_for_a_deadlock()
-                if self._failure is not None:
-                    raise PeerError(self._failure.what)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise PeerError(f"{why()} within {timeout:g} s")
-                self._changed.wait(left)
-        finally:
-            self._waiting.pop(me, None)
-
     def _look_for_a_deadlock(self) -> None:
-        # One that is ready has been woken, and has only not run yet.
+        # One that has its messages has been woken, and has only not run yet.
         waiting = list(self._waiting.values())
-        if len(waiting) < self._running or not waiting or any(ready() for ready, _ in waiting):
+        if len(waiting) < self._running or not waiting or any(all(left) for left, _ in waiting):
             return
-        self.fail(f"no rank can go on: {'; '.join(sorted({why() for _, why in waiting}))}")
+        self.fail(f"no rank can go on: {'; '.join(sorted({missing() for _, missing in waiting}))}")
 
 
 class MemoryCarrier:
@@ -433,14 +421,17 @@ class MemoryCarrier:
         self.timeout = timeout
         self._hub = hub
         self._group = group
-        self._meetings = 0
         self._splits = 0
 
     def exchange(self, value: T) -> list[T]:
         """What every rank passes: bytes, as any carrier, or what the other calls move."""
-        self._meetings += 1
-        name = (self._group, self._meetings)
-        return self._hub.meet(name, self.rank, self.size, value, self.timeout)
+        me, everyone = self.rank, range(self.size)
+        self._hub.put([(self._group, me, dst, _EXCHANGE) for dst in everyone], value)
+        return self._hub.take(
+            [(self._group, src, me, _EXCHANGE) for src in everyone],
+            self.timeout,
+            lambda late: f"rank {', '.join(map(str, late[:8]))} did not come",
+        )
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
         """Every rank adds up by itself, in the order of the ranks."""
@@ -450,9 +441,8 @@ class MemoryCarrier:
         tensor.copy_(combined(op, [first.clone(), *others]))
 
     def broadcast(self, data: torch.Tensor, src: int) -> None:
-        told = self.exchange(data.clone() if self.rank == src else None)[src]
-        if told is not None:
-            data.copy_(told)
+        # What the others pass nobody looks at.
+        data.copy_(self.exchange(data.clone() if self.rank == src else data)[src])
 
     def all_to_all(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:  # noqa: ARG002 - they come along
         told = self.exchange([part.clone() for part in parts])
@@ -460,11 +450,13 @@ class MemoryCarrier:
 
     def send(self, data: torch.Tensor, dst: int, tag: int) -> None:
         """Leave a copy; never waits."""
-        self._hub.put((self._group, self.rank, dst, tag), data.clone())
+        self._hub.put([(self._group, self.rank, dst, tag)], data.clone())
 
     def recv(self, data: torch.Tensor, src: int, tag: int) -> None:
         why = f"rank {src} sent nothing with tag {tag}"
-        data.copy_(self._hub.take((self._group, src, self.rank, tag), self.timeout, why))
+        name = (self._group, src, self.rank, tag)
+        (found,) = self._hub.take([name], self.timeout, lambda _: why)
+        data.copy_(found)
 
     def split(self, ranks: tuple[int, ...]) -> MemoryCarrier | None:
         """A group of the same hub, named after who is in it and which one it is."""
