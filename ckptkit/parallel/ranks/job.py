@@ -80,7 +80,7 @@ def init(backend: str = "auto", *, timeout: float = DEFAULT_TIMEOUT) -> Communic
     """
     there = _known()
     if there is None and dist.is_initialized():
-        there = Communicator(TorchCarrier(timeout=timeout, on_close=_forget))
+        there = Communicator(TorchCarrier(timeout=timeout, on_close=_of_process.clear))
         _of_process[:] = [there]
     if there is not None:
         if backend not in ("auto", there.backend):
@@ -235,14 +235,9 @@ def _known() -> Communicator | None:
 
 
 def _leave() -> None:
-    _forget()
+    _of_process.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _forget() -> None:
-    if getattr(_of_thread, "communicator", None) is None:
-        _of_process.clear()
 
 
 @dataclass(frozen=True, slots=True)

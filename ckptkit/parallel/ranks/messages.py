@@ -41,13 +41,6 @@ _COMBINED: dict[str, Callable[..., torch.Tensor]] = {
 _LOWEST = torch.iinfo(torch.int64).min  # its bits are those of the sign
 
 
-def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor that `bytes_of` took apart."""
-    if not data.numel():
-        return torch.empty(shape, dtype=dtype, device=data.device)
-    return data.view(dtype).reshape(shape)
-
-
 def check_reduction(op: str, forms: Sequence[TensorForm]) -> None:
     """Raise where values of these forms cannot be put together so."""
     if op not in OPS:
@@ -73,8 +66,7 @@ def widened(tensor: torch.Tensor, op: str, device: torch.device) -> torch.Tensor
     """
     flat, dtype = bytes_of(tensor.to(device)).view(tensor.dtype), tensor.dtype
     if dtype.is_complex:
-        wide = torch.complex128 if dtype == torch.complex128 else torch.complex64
-        return torch.view_as_real(flat.to(wide, copy=True)).reshape(-1)
+        flat = torch.view_as_real(flat).reshape(-1)
     if dtype == torch.uint64:
         # Nothing adds up or compares these. Their bits add up as those of int64 do, and with the
         # highest one turned over they are in the order of int64.
@@ -195,7 +187,7 @@ def unpacked(data: torch.Tensor, form: TensorForm, device: torch.device) -> Any:
     """The value that was packed; a tensor on a device."""
     if form.dtype == PLAIN:
         return leaves.unpack(data.cpu().numpy().tobytes(), "a message of another rank")
-    return from_bytes(data, form.torch_dtype, form.shape).to(device)
+    return data.view(form.torch_dtype).reshape(form.shape).to(device)
 
 
 # What carries them.

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
 from ckptkit.live.state.tensors import bytes_of
-from ckptkit.parallel.ranks.messages import from_bytes, narrowed, widened
+from ckptkit.parallel.ranks.messages import narrowed, widened
 
 NAME = "ckptkit_mpi"
 """Not "mpi": torch keeps that name for an MPI that it was compiled with."""
@@ -146,7 +146,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         for tensor in tensors:
             data = _bytes_of(tensor)
-            for piece in _pieces(data):
+            for piece in data.split(LIMIT):
                 request = self._comm.Ibcast(_buffer(piece), opts.rootRank)
                 self._finish(request, opts, "broadcast", piece)
             _land(data, tensor)
@@ -256,16 +256,15 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         (tensor,) = tensors
-        pieces = _pieces(_bytes_of(tensor), least=1)
+        pieces = _bytes_of(tensor).split(LIMIT)  # of nothing one piece, which is empty
         requests = [(self._comm.Isend(_buffer(piece), dst, tag), piece) for piece in pieces]
         return MpiWork(tensors, requests, self._timeout)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         data = _bytes_of(tensor)
-        requests = [
-            (self._comm.Irecv(_buffer(piece), src, tag), piece) for piece in _pieces(data, least=1)
-        ]
+        pieces = data.split(LIMIT)
+        requests = [(self._comm.Irecv(_buffer(piece), src, tag), piece) for piece in pieces]
         land = partial(_land, data, tensor)
         return MpiWork(tensors, requests, self._timeout, source=src, land=land)
 
@@ -295,7 +294,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Reduce in place, or on one rank only and into another tensor."""
         name, op = _reduction(opts, tensor.dtype)
         wide = widened(tensor.detach(), name, _CPU)
-        for piece in _pieces(wide):
+        for piece in wide.split(LIMIT):
             if only is None:
                 request = self._comm.Iallreduce(MPI.IN_PLACE, _buffer(piece), op)
             elif only == self._rank:
@@ -468,17 +467,12 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _land(data: torch.Tensor, into: torch.Tensor) -> None:
     """Put bytes into a tensor, unless they are its own."""
     if into.numel() and data.data_ptr() != into.data_ptr():
-        _copy(from_bytes(data, into.dtype, tuple(into.shape)), into)
+        _copy(data.view(into.dtype).reshape(into.shape), into)
 
 
 def _copy(found: torch.Tensor, into: torch.Tensor) -> None:
     with torch.no_grad():  # pipelines receive into leaves that require gradients
         into.copy_(found)
-
-
-def _pieces(data: torch.Tensor, least: int = 0) -> Iterator[torch.Tensor]:
-    count = max(least, -(-data.numel() // LIMIT))
-    return (data[n * LIMIT : (n + 1) * LIMIT] for n in range(count))
 
 
 def _buffer(tensor: torch.Tensor) -> Any:

@@ -27,7 +27,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    job._forget()
+    job._of_process.clear()
 
 
 def test_without_a_launcher_it_is_a_job_of_one_rank_that_engines_can_use() -> None:
