@@ -248,7 +248,6 @@ class RankPlace:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    local_size: int = 1
     address: str | None = None
     port: int | None = None
 
@@ -265,12 +264,9 @@ def place_from(environment: Mapping[str, str]) -> RankPlace:
 
     What contradicts itself or says only half is a UsageError.
     """
-    told = (_told_by(launcher, environment) for launcher in _LAUNCHERS)
-    found = [place for place in told if place is not None]
-    if not found:
-        return RankPlace("nothing")
-    first = found[0]
-    for other in found[1:]:
+    found = [place for launcher in _LAUNCHERS if (place := _told_by(launcher, environment))]
+    first, *others = found or [RankPlace("nothing")]
+    for other in others:
         # mpirun may start one torchrun a node, which starts more ranks: only fewer contradict it.
         # Slurm's variables go down to whatever a step or a shell starts, and contradict nothing.
         same_size = first.world_size == other.world_size
@@ -303,12 +299,13 @@ def _told_by(launcher: str, environment: Mapping[str, str]) -> RankPlace | None:
             value=environment[there],
             hint=f"{launcher} sets both: unset the one or set the other",
         )
-    local_size = _number(environment, *of_local_size)
     local_rank = _number(environment, *of_local_rank)
+    local_size = _number(environment, *of_local_size) or size
+    if local_rank is None:
+        local_rank = rank % max(1, local_size)
     address, port = environment.get("MASTER_ADDR") or None, _number(environment, "MASTER_PORT")
     if launcher == "Slurm":
         # It says indirectly where rank 0 is: as a list of hosts, and a number all ranks know.
-        local_size = _tasks_here(environment)
         # The first host of such as `a[003-007,9],b` is a003.
         nodes = environment["SLURM_STEP_NODELIST"].strip()
         if address is None and (match := re.match(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[]*)", nodes)):
@@ -325,31 +322,7 @@ def _told_by(launcher: str, environment: Mapping[str, str]) -> RankPlace | None:
             where="the environment",
             hint=f"set {missing} to where rank 0 can listen",
         )
-    local_size = local_size or size
-    if local_rank is None:
-        local_rank = rank % max(1, local_size)
-    return RankPlace(
-        launcher,
-        rank=rank,
-        world_size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        address=address,
-        port=port,
-    )
-
-
-def _tasks_here(environment: Mapping[str, str]) -> int | None:
-    """How many tasks Slurm has on this node, of a list such as `4(x2),3`."""
-    told = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
-    counts: list[int] = []
-    for item in told.split(",") if told else ():
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
-        if match is None:
-            return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    node = environment.get("SLURM_NODEID", "0")
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+    return RankPlace(launcher, rank, size, local_rank, address, port)
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int | None:

@@ -193,8 +193,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Reduce a list, of which each rank gets its tensor; they may differ in size."""
         for output, row in zip(outputs, inputs, strict=True):
             for rank, tensor in enumerate(row):
-                into = output if rank == self._rank else None
-                self._reduce(tensor, opts, only=rank, into=into)
+                self._reduce(tensor, opts, only=rank, into=output)
         return MpiWork(outputs)
 
     def reduce_scatter_single(

@@ -20,9 +20,7 @@ SLURM = {
     "SLURM_PROCID": "6",
     "SLURM_NTASKS": "10",
     "SLURM_LOCALID": "2",
-    "SLURM_NODEID": "1",
     "SLURM_STEP_NODELIST": "gpu[003-004,9],login1",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
     "SLURM_JOB_ID": "1234567",
 }
 
@@ -32,30 +30,30 @@ SLURM = {
     [
         pytest.param({}, RankPlace("nothing"), id="no launcher is a job of one rank"),
         pytest.param(
-            TORCHRUN, RankPlace("torchrun", 5, 8, 1, 4, "node0", 29500), id="torchrun says it all"
+            TORCHRUN, RankPlace("torchrun", 5, 8, 1, "node0", 29500), id="torchrun says it all"
         ),
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "1"}, RankPlace("torchrun"), id="one rank meets nobody"
         ),
-        pytest.param(OPEN_MPI, RankPlace("Open MPI", 2, 4, 0, 2), id="Open MPI says no address"),
+        pytest.param(OPEN_MPI, RankPlace("Open MPI", 2, 4, 0), id="Open MPI says no address"),
         pytest.param(
             OPEN_MPI | MEETING,
-            RankPlace("Open MPI", 2, 4, 0, 2, "node0", 29500),
+            RankPlace("Open MPI", 2, 4, 0, "node0", 29500),
             id="unless it is set",
         ),
-        pytest.param(PMI, RankPlace("MPI (PMI)", 3, 4, 1, 2), id="MPICH speaks PMI"),
+        pytest.param(PMI, RankPlace("MPI (PMI)", 3, 4, 1), id="MPICH speaks PMI"),
         pytest.param(
             {"PMI_RANK": "3", "PMI_SIZE": "4"},
-            RankPlace("MPI (PMI)", 3, 4, 3, 4),
+            RankPlace("MPI (PMI)", 3, 4, 3),
             id="or just that",
         ),
         pytest.param(
             SLURM,
-            RankPlace("Slurm", 6, 10, 2, 4, "gpu003", 24567),
+            RankPlace("Slurm", 6, 10, 2, "gpu003", 24567),
             id="Slurm says it in its own way",
         ),
         pytest.param(
-            SLURM | MEETING, RankPlace("Slurm", 6, 10, 2, 4, "node0", 29500), id="or as it is told"
+            SLURM | MEETING, RankPlace("Slurm", 6, 10, 2, "node0", 29500), id="or as it is told"
         ),
         pytest.param(
             {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"},
@@ -64,17 +62,17 @@ SLURM = {
         ),
         pytest.param(
             SLURM | {"PMI_RANK": "6", "PMI_SIZE": "10"},
-            RankPlace("MPI (PMI)", 6, 10, 6, 10, "gpu003", 24567),
+            RankPlace("MPI (PMI)", 6, 10, 6, "gpu003", 24567),
             id="srun speaks PMI as well, and knows where to meet",
         ),
         pytest.param(
             TORCHRUN | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-            RankPlace("torchrun", 5, 8, 1, 4, "node0", 29500),
+            RankPlace("torchrun", 5, 8, 1, "node0", 29500),
             id="mpirun may start a torchrun on each machine",
         ),
         pytest.param(
             TORCHRUN | SLURM,
-            RankPlace("torchrun", 5, 8, 1, 4, "node0", 29500),
+            RankPlace("torchrun", 5, 8, 1, "node0", 29500),
             id="so may srun, whose variables say nothing then",
         ),
     ],

@@ -88,15 +88,15 @@ def test_nccl_takes_the_device_of_the_local_rank(monkeypatch: pytest.MonkeyPatch
         dist, "init_process_group", lambda name, **given: joined.append((name, given["device_id"]))
     )
     assert job._chosen("auto") == "nccl"
-    job._join("nccl", RankPlace("torchrun", 5, 8, 1, 2, "node0", 1), 5.0)
+    job._join("nccl", RankPlace("torchrun", 5, 8, 1, "node0", 1), 5.0)
     assert chosen == [torch.device("cuda", 1)]
     assert joined == [("nccl", torch.device("cuda", 1))]
     with pytest.raises(UsageError, match="rank 2 of this machine has no GPU of its own"):
-        job._join("nccl", RankPlace("torchrun", 2, 8, 2, 4, "node0", 1), 5.0)
+        job._join("nccl", RankPlace("torchrun", 2, 8, 2, "node0", 1), 5.0)
 
 
 def test_ranks_that_never_come_are_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = RankPlace("Slurm", 0, 2, 0, 2, "127.0.0.1", free_port())
+    place = RankPlace("Slurm", 0, 2, 0, "127.0.0.1", free_port())
     with pytest.raises(PeerError, match=r"the 2 ranks did not all meet within 1 s"):
         job._join("gloo", place, 1.0)
 
