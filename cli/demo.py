@@ -1,4 +1,6 @@
-"""`ckpt demo`: everything once, on something small."""
+"""`ckpt demo`: everything once, on something small: a tiny transformer, of which 8 processes save a
+part each. Those run this module as a program.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import contextlib
 import io
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,21 +18,32 @@ from typing import Any
 
 import click
 import numpy as np
-from ckptkit.cli.demo_job import (
-    HEAD_DIM,
-    STEPS,
-    STRATEGY,
-    save_as_a_job,
-    state,
-    uninterrupted,
-)
+import numpy.typing as npt
 from ckptkit.cli.options import command
 from ckptkit.cli.output import CORRUPT, OK, PEER, Reply, emit
 
 import ckptkit
-from ckptkit.errors import AlreadyExistsError
+from ckptkit.errors import AlreadyExistsError, PeerError
 
 _ARRAY = "model/embed_tokens.weight"
+_STRATEGY = "fsdp:8"
+_STEPS = (100, 200)
+_HEAD_DIM = 8
+_WRITERS = 8
+_DIM, _HIDDEN, _VOCABULARY, _LAYERS = 64, 172, 250, 2
+_TIMEOUT = 60.0
+
+# Named as Llama's are, so that the rules of that architecture know them.
+_LAYER = {
+    "input_layernorm": (_DIM,),
+    "self_attn.q_proj": (_DIM, _DIM),
+    "self_attn.k_proj": (_DIM // 2, _DIM),
+    "self_attn.v_proj": (_DIM // 2, _DIM),
+    "self_attn.o_proj": (_DIM, _DIM),
+    "mlp.gate_proj": (_HIDDEN, _DIM),
+    "mlp.up_proj": (_HIDDEN, _DIM),
+    "mlp.down_proj": (_DIM, _HIDDEN),
+}
 
 
 @command(
@@ -48,8 +62,8 @@ def demo(ctx: click.Context, folder: Path | None) -> Reply:
         stage = Performance(ctx.find_root().command, quiet=ctx.params["as_json"])
         run, plain, resharded = (str(place / name) for name in ("run", "plain", "resharded"))
         ckpt, check = stage.ckpt, stage.check
-        stage.say(f"# 8 processes save steps 100 and 200, each its own part ({STRATEGY})")
-        save_as_a_job(place / "run", place / "meeting")
+        stage.say(f"# 8 processes save steps 100 and 200, each its own part ({_STRATEGY})")
+        _save_as_a_job(place / "run", place / "meeting")
         shutil.rmtree(place / "meeting")
         ckpt("ls", run)
         ckpt("show", run, "model/*")
@@ -59,7 +73,7 @@ def demo(ctx: click.Context, folder: Path | None) -> Reply:
         stage.say(f"# the same as a zarr group: ckptkit.open({run!r}).zarr")
         with ckptkit.open(run) as checkpoint:
             group: Any = checkpoint.zarr
-            same = [np.array_equal(group[name][...], whole) for name, whole in state(STEPS[-1])]
+            same = [np.array_equal(group[name][...], whole) for name, whole in _state(_STEPS[-1])]
         check("zarr reads what the writers had", all(same))
 
         ckpt("unpack", run, plain)
@@ -69,18 +83,18 @@ def demo(ctx: click.Context, folder: Path | None) -> Reply:
         command_line = [sys.executable, "-c", code]
         done = subprocess.run(command_line, capture_output=True, text=True, check=False)  # noqa: S603 - all of it is ours
         stage.say(done.stdout + done.stderr)
-        expected = dict(state(STEPS[-1]))[_ARRAY][:2, :3]
+        expected = dict(_state(_STEPS[-1]))[_ARRAY][:2, :3]
         check("plain zarr reads the directory", done.stdout.strip() == str(expected))
 
         stage.say("# for 4 tensor-parallel ranks, without the model")
-        to = ("--to", "tp:4", "--set", f"head_dim={HEAD_DIM}")
-        ckpt("reshard", "--from", STRATEGY, *to, run, resharded)
+        to = ("--to", "tp:4", "--set", f"head_dim={_HEAD_DIM}")
+        ckpt("reshard", "--from", _STRATEGY, *to, run, resharded)
         ckpt("show", resharded, "model/layers.0.*", "--rank", "1")
         check("it is the same state", ckpt("diff", run, resharded) == OK)
 
-        step = place / "run" / f"step-{STEPS[0]:010d}"
+        step = place / "run" / f"step-{_STEPS[0]:010d}"
         pack = min(step.glob("data/*/rank-00003.zip"))
-        stage.say(f"# one bit of {pack.name} of step {STEPS[0]} flips")
+        stage.say(f"# one bit of {pack.name} of step {_STEPS[0]} flips")
         middle = pack.stat().st_size // 2
         _flip(pack, middle)
         # Back in any case: DIR may stay, and its steps are there to be played with.
@@ -129,7 +143,7 @@ def _place(folder: Path | None) -> Iterator[Path]:
     """A folder to work in: a temporary one, or a new one that stays if all went well."""
     if folder is None:
         with contextlib.ExitStack() as stack:
-            with uninterrupted():
+            with _uninterrupted():
                 folder = Path(stack.enter_context(TemporaryDirectory(prefix="ckpt-demo-")))
             yield folder
         return
@@ -150,3 +164,84 @@ def _flip(path: Path, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
+
+
+def _save_as_a_job(run: Path, meeting: Path) -> None:
+    """Write all steps with 8 processes that meet at a folder."""
+    ranks = []
+    with contextlib.ExitStack() as stack:
+        with _uninterrupted():
+            for rank in range(_WRITERS):
+                program = [sys.executable, "-m", __name__, str(run), str(meeting), str(rank)]
+                # In a session of its own, since Ctrl-C is for the one process that answers for all.
+                started = subprocess.Popen(  # noqa: S603 - all of it is ours
+                    program, stderr=subprocess.PIPE, text=True, start_new_session=True
+                )
+                process = stack.enter_context(started)
+                stack.callback(process.kill)
+                ranks.append(process)
+        for rank, process in enumerate(ranks):
+            _, problem = process.communicate()
+            if process.returncode:
+                told = problem.strip().rpartition("\n")[2]
+                what = f"rank {rank} ended with code {process.returncode}: {told}"
+                raise PeerError(what, where=str(run))
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C comes after the block: within, it would lose what has begun and nobody holds yet."""
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
+
+
+def _save_as_rank(run: Path, meeting: Path, rank: int) -> None:
+    """What each process of a job does, without torch."""
+    barrier = ckptkit.FileBarrier(meeting, rank, _WRITERS, timeout=_TIMEOUT)
+    for step in _STEPS:
+        with ckptkit.Writer(
+            run,
+            step=step,
+            strategy=_STRATEGY,
+            rank=rank,
+            barrier=barrier,
+            details={"precision": "float32", "model": "a tiny transformer"},
+        ) as writer:
+            for name, whole in _state(step):
+                rows = -(-len(whole) // _WRITERS)  # as torch.chunk cuts them: the last may be fewer
+                group, _, parameter = name.partition("/")
+                of = f"model/{parameter.rpartition('/')[0]}" if group == "optimizer" else None
+                writer.add(
+                    name,
+                    whole[rank * rows : (rank + 1) * rows],
+                    shape=whole.shape,
+                    placements={"fsdp": "shard(0)"},
+                    role="optimizer" if of else "param",
+                    of=of,
+                )
+            writer.add_alias("model/lm_head.weight", "model/embed_tokens.weight")
+            writer.add_object("learning_rate", 3e-4)
+            writer.add_object("tokens", ckptkit.Sum(step * 1024))
+            writer.add_object("dropout_seed", ckptkit.PerRank(1000 + rank))
+
+
+def _state(step: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Name and whole value of every array at a step."""
+    shapes = {"embed_tokens.weight": (_VOCABULARY, _DIM), "norm.weight": (_DIM,)}
+    for layer in range(_LAYERS):
+        for name, shape in _LAYER.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+    random = np.random.default_rng(step)
+    for name, shape in shapes.items():
+        for kind in (f"model/{name}", f"optimizer/{name}/exp_avg", f"optimizer/{name}/exp_avg_sq"):
+            yield kind, random.standard_normal(shape, dtype=np.float32)
+
+
+if __name__ == "__main__":
+    _save_as_rank(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
