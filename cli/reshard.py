@@ -207,8 +207,7 @@ def import_(
     `ckpt diff SRC RUN` compares both at any time. For all else that can be chosen on the way there
     is `ckpt reshard`, which takes such a SRC too.
     """
-    own = storage_options if source_options is None else source_options
-    with ckptkit.open(src, storage_options=own) as checkpoint:
+    with ckptkit.open(src, storage_options=source_options or storage_options) as checkpoint:
         found = checkpoint.foreign
         if found is None:
             raise UsageError(

@@ -323,18 +323,16 @@ def _tree(named: Sequence[tuple[str, int | None, Row]], parts: str) -> list[str]
     largest = max((nbytes or 0 for _, nbytes, _ in named), default=0) or 1
     texts: dict[int | None, str] = {None: ""}
     before, indent = "", ""
-    groups: list[str] = []
     for name, nbytes, cells in named:
         group, _, leaf = name.rpartition("/")
         if group != before:
-            above, groups = groups, group.split("/") if group else []
-            same = 0
-            while same < min(len(groups), len(above)) and groups[same] == above[same]:
-                same += 1
-            for depth in range(same, len(groups)):
-                size = ckptkit.size_text(totals["/".join(groups[: depth + 1])])
-                rows.append(("  " * depth + f"{groups[depth]}/", "", "", "", "", "", size))
-                bars.append(0)
+            groups = group.split("/") if group else []
+            for depth, node in enumerate(groups):
+                path = "/".join(groups[: depth + 1])
+                if not f"{before}/".startswith(f"{path}/"):
+                    size = ckptkit.size_text(totals[path])
+                    rows.append((f"{'  ' * depth}{node}/", "", "", "", "", "", size))
+                    bars.append(0)
             before, indent = group, "  " * len(groups)
         if nbytes not in texts:
             texts[nbytes] = ckptkit.size_text(nbytes or 0)

@@ -175,8 +175,7 @@ def export(
     A folder opens in transformers with from_pretrained, where --with gives it a config.json. The
     names are those of the step: --rename and --names change them where transformers has others.
     """
-    own = storage_options if source_options is None else source_options
-    with ckptkit.open(step, storage_options=own) as checkpoint:
+    with ckptkit.open(step, storage_options=source_options or storage_options) as checkpoint:
         place = checkpoint.location  # of a run, whose newest step may be another soon
         total = sum(
             array.nbytes
