@@ -92,7 +92,9 @@ def emit(lines: Iterable[str]) -> None:
     found = [printable(line) for line in lines]
     if found:
         text = "\n".join(found)
-        if not has_letters("…█"):
+        try:
+            "…█".encode(sys.stdout.encoding or "ascii")
+        except (UnicodeEncodeError, LookupError):
             text = text.translate(_PLAIN)
         # Whether stdout is a terminal that shows colours, and they are wanted.
         is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -115,15 +117,6 @@ def remark(line: str) -> None:
 def screen_width() -> int | None:
     """The columns of the terminal that stdout is; None where it is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def has_letters(letters: str) -> bool:
-    """Whether stdout can write them."""
-    try:
-        letters.encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 @contextmanager

@@ -127,7 +127,9 @@ def _interruptible() -> Iterator[None]:
         fail with an ImportError. An import that hangs is interrupted all the same.
         """
         nonlocal first
-        if _is_importing(frame) and time.monotonic() - (first := first or time.monotonic()) < 1:
+        while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+            frame = frame.f_back
+        if frame is not None and time.monotonic() - (first := first or time.monotonic()) < 1:
             come_again()
         else:
             raise KeyboardInterrupt
@@ -152,12 +154,6 @@ def _interruptible() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         sys.unraisablehook = hook
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
-        frame = frame.f_back
-    return frame is not None
 
 
 @click.command(
