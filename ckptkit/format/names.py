@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
 from ckptkit.errors import FormatError, InvalidNameError, UsageError
+
+T = TypeVar("T")
 
 MAX_NODE_BYTES = 240
 MAX_NAME_BYTES = 1024
@@ -83,6 +86,12 @@ def inner_name(name: str, role: str) -> str:
     if role == "optimizer" and len(nodes) > 2:
         return "/".join(nodes[1:-1])
     return "/".join(nodes[1:] or nodes)
+
+
+def in_group(group: str, by_name: Mapping[str, T]) -> dict[str, T]:
+    """What lies below a group, by the paths from there."""
+    start = f"{group}/"
+    return {n.removeprefix(start): value for n, value in by_name.items() if n.startswith(start)}
 
 
 def ancestors(name: str) -> tuple[str, ...]:

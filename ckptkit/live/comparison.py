@@ -15,7 +15,7 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
-from ckptkit.format.names import BY_ORDER, MODEL, OPTIMIZER, WRAPPED, join, split
+from ckptkit.format.names import BY_ORDER, MODEL, OPTIMIZER, WRAPPED, in_group, join, split
 from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank, Replicated
 from ckptkit.live.resume import (
     Resumed,
@@ -217,7 +217,7 @@ def compare(
         strange = set(checkpoint.names) - agreement.names
         unexpected += sorted(name for name in strange if name.startswith(f"{MODEL}/"))
         for parameter, by_key in kept.items() if training.optimizers else ():
-            if parameter not in trained and trained.isdisjoint(twins.get(parameter, ())):
+            if parameter not in trained and trained.keys().isdisjoint(twins.get(parameter, ())):
                 unexpected += by_key.values()
 
     # What differs anywhere, and whether it may.
@@ -346,12 +346,12 @@ def array_for(held: LiveTensor, checkpoint: Checkpoint, snapshot: Snapshot, repo
 
 def check_wrappers(snapshot: Snapshot, objects: Mapping[str, ObjectInfo]) -> None:
     """Refuse a tensor made of others where the step has one that was made otherwise."""
-    for name, record in snapshot.objects.items():
-        item = objects.get(name)
-        if name.startswith(f"{WRAPPED}/") and item is not None and item.value != record:
+    saved = in_group(WRAPPED, objects)
+    for name, record in in_group(WRAPPED, snapshot.objects).items():
+        if name in saved and saved[name].value != record:
             raise StateMismatchError(
-                f"made otherwise: {item.value} in the step, {record} here",
-                where=name.removeprefix(f"{WRAPPED}/"),
+                f"made otherwise: {saved[name].value} in the step, {record} here",
+                where=name,
                 hint="make the model and the optimizer as those that saved",
             )
 
@@ -373,29 +373,26 @@ def _compare_object(
             where=item.name,
             hint="wrap it in PerRank(…) or PerDataRank(…) as it was when it was saved, or do not",
         )
-    if isinstance(target, PerDataRank):
-        positions[item.name] = _position(item, target.value, data)
-    elif of_ranks and len(item.value) != data.world_size:
-        report.skipped.append(
-            f"{item.name}: of {len(item.value)} ranks, this job has {data.world_size}"
-        )
-
-
-def _position(item: ObjectInfo, target: object, data: DataRanks) -> Position:
-    """What an object that reads data is to take over; never what belongs to other data."""
+    if not isinstance(target, PerDataRank):
+        if of_ranks and len(item.value) != data.world_size:
+            report.skipped.append(
+                f"{item.name}: of {len(item.value)} ranks, this job has {data.world_size}"
+            )
+        return
+    # What reads data takes over nothing that belongs to other data.
     try:
-        return Position(data.find(item))
+        positions[item.name] = Position(data.find(item))
     except WorldSizeError as error:
         states = data.all_shares(item)
-        several = target if isinstance(target, list) else [target]
-        if states and all(hasattr(each, "load_state_dicts") for each in several):
-            return Position(states, is_resized=True)
-        raise StateMismatchError(
-            error.what,
-            where=item.name,
-            hint=f'skip=["{item.name}"] leaves it as it is; an object with load_state_dicts '
-            f"is given the states of all; {error.hint}".removesuffix("; "),
-        ) from error
+        readers = target.value if isinstance(target.value, list) else [target.value]
+        if not (states and all(hasattr(each, "load_state_dicts") for each in readers)):
+            raise StateMismatchError(
+                error.what,
+                where=item.name,
+                hint=f'skip=["{item.name}"] leaves it as it is; an object with load_state_dicts '
+                f"is given the states of all; {error.hint}".removesuffix("; "),
+            ) from error
+        positions[item.name] = Position(states, is_resized=True)
 
 
 def _refuse(report: Report, checkpoint: Checkpoint, options: LoadOptions) -> None:

@@ -19,6 +19,7 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_alike, open_fore
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.workers import uncollected
 from ckptkit.errors import NotFoundError
+from ckptkit.format.names import in_group
 from ckptkit.live.comparison import LoadOptions, Report, check_wrappers, compare, give_back
 from ckptkit.live.fill import fill, fill_once, told_apart
 from ckptkit.live.resume import hand_over
@@ -148,9 +149,8 @@ def load_into(
             size_text(nbytes / seconds),
         )
     extra = {
-        name.removeprefix("extra/"): replace(item, value=put_tensors(item.value, None, name))
-        for name, item in match.objects.items()
-        if name.startswith("extra/")
+        name: replace(item, value=put_tensors(item.value, None, item.name))
+        for name, item in in_group("extra", match.objects).items()
     }
     return Restored(checkpoint.step, Extra(extra, match.data), match.report)
 

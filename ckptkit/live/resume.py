@@ -17,7 +17,7 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.stream import Band, Limits, stored_arrays, stream
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
-from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
+from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, in_group, join, split
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.live.snapshot import Snapshot
 from ckptkit.live.state.entries import Saved, SavedState
@@ -51,9 +51,10 @@ class Resumed:
         return {name: kept for name, kept in self.state.items() if name in mine}
 
 
-def trained_by(documents: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The parameters of some optimizers."""
-    return {name for doc in documents for group in doc["groups"] for name in group["params"]}
+def trained_by(documents: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The parameters of some optimizers, with the options of their groups."""
+    groups = [group for document in documents for group in document["groups"]]
+    return {name: group["options"] for group in groups for name in group["params"]}
 
 
 def saved_documents(objects: Mapping[str, ObjectInfo]) -> Documents:
@@ -77,9 +78,8 @@ def resume(
     saved: SavedArrays,
 ) -> Resumed:
     """What the step has for parameters that fit it: their names, shapes and dtypes."""
-    trained, mark = trained_by(documents), f"{WRAPPED}/"
-    objects = checkpoint.manifest.objects
-    made = made_of({o.name[len(mark) :]: o.value for o in objects if o.name.startswith(mark)})
+    trained = trained_by(documents)
+    made = made_of(in_group(WRAPPED, {o.name: o.value for o in checkpoint.manifest.objects}))
     alike = cache(Saved)  # as layers are
     ours: dict[str, list[str]] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -272,6 +272,4 @@ def hand_over(
     for optimizer, states in zip(training.optimizers, snapshot.states, strict=True):
         mine = [document for document in documents if document["kind"] == optimizer.kind]
         kept = {name: v for document in mine for name, v in document["values"].items()}
-        groups = [group for document in mine for group in document["groups"]]
-        options = {name: group["options"] for group in groups for name in group["params"]}
-        optimizer.absorb(names, states, kept, options)
+        optimizer.absorb(names, states, kept, trained_by(mine))

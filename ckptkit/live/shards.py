@@ -16,11 +16,11 @@ from torch.nn.parallel import DataParallel
 
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.format.names import WRAPPED, join, split
+from ckptkit.format.names import WRAPPED, in_group, join, split
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.comparison import Report
 from ckptkit.live.exchange import Exchange
-from ckptkit.live.resume import completed, hand_over, made_of
+from ckptkit.live.resume import completed, hand_over, made_of, trained_by
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.entries import Saved, SavedState, StateMismatchError
 from ckptkit.live.state.parts import HandCuts, LiveTensor
@@ -77,8 +77,7 @@ class LocalShard:
 
     def saved_state(self) -> SavedState:
         """What it has of optimizers, by parameter and key."""
-        groups = [group for document in self.optimizers for group in document["groups"]]
-        found: dict[str, dict[str, Saved]] = {n: {} for group in groups for n in group["params"]}
+        found: dict[str, dict[str, Saved]] = {name: {} for name in trained_by(self.optimizers)}
         tensors = self.metadata.tensors
         for name, each in tensors.items():
             if name.startswith("optimizer/"):
@@ -302,11 +301,7 @@ def _metadata(snapshot: Snapshot, training: Training) -> ShardingMetadata:
         training.details(),
         tensors,
         snapshot.tied,
-        {
-            name.removeprefix(f"{WRAPPED}/"): record
-            for name, record in snapshot.objects.items()
-            if name.startswith(f"{WRAPPED}/")
-        },
+        in_group(WRAPPED, snapshot.objects),
     )
 
 

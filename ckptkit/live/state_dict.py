@@ -24,6 +24,7 @@ from ckptkit.format.names import (
     WRAPPED,
     check_used,
     escape,
+    in_group,
     inner_name,
     matches,
     pattern_list,
@@ -66,17 +67,19 @@ def load_state(
     patterns = None if names is None else pattern_list(names, "names")
     with open_checkpoint(location, storage_options=storage_options) as checkpoint:
         objects = _objects(checkpoint) if nested else {}
-        wanted: dict[str, None] = dict.fromkeys(checkpoint.arrays if patterns is None else ())
-        if patterns is not None and nested:
+        if patterns is None:
+            wanted = list(checkpoint.arrays)
+        elif nested:
             visible = [name for name in objects if name.split("/")[0] != WRAPPED]
             others = [*visible, *(name.removeprefix("extra/") for name in visible)]
-            wanted = dict.fromkeys(_picked(checkpoint, patterns, others))
-        elif patterns is not None:
+            wanted = _picked(checkpoint, patterns, others)
+        else:
+            found: list[str] = []
             for name in patterns:
                 is_pattern = "*" in name or "?" in name
-                found = _picked(checkpoint, (name,), []) if is_pattern else [name]
-                wanted |= dict.fromkeys(found)
-        tensors = dict(mapped(checkpoint, list(wanted))) if mmap else {}
+                found += _picked(checkpoint, (name,), []) if is_pattern else [name]
+            wanted = list(dict.fromkeys(found))
+        tensors = mapped(checkpoint, wanted) if mmap else {}
         rest: dict[str, torch.Tensor] = {}
         for name in wanted:
             if name not in tensors:
@@ -110,9 +113,9 @@ def _picked(checkpoint: Checkpoint, patterns: tuple[str, ...], others: list[str]
     return [n for n in inner if _takes(patterns, n) or matches(patterns, n, inner[n])]
 
 
-def _takes(patterns: tuple[str, ...], name: str) -> bool:
-    group = name.split("/", maxsplit=1)[0]
-    return matches(patterns, name, group)
+def _takes(patterns: tuple[str, ...] | None, name: str) -> bool:
+    """Whether a name is picked by itself, or with all of its group."""
+    return patterns is None or matches(patterns, name, name.split("/", maxsplit=1)[0])
 
 
 def _objects(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -136,11 +139,7 @@ def _nested(
     patterns: tuple[str, ...] | None,
 ) -> dict[str, Any]:
     """Objects with the tensors that they refer to, and what they do not refer to beside them."""
-    wrapped = {
-        name.partition("/")[2]: _inner_keys(name, record)
-        for name, record in objects.items()
-        if name.startswith(f"{WRAPPED}/")
-    }
+    wrapped = {name: _inner_keys(name, made) for name, made in in_group(WRAPPED, objects).items()}
     placed: set[str] = set()
 
     def tensor_of(name: str) -> Any:
@@ -163,13 +162,9 @@ def _nested(
                 found.setdefault("extra", {})[inner] = put_tensors(value, None, name)
         elif name == OPTIMIZER:
             has_some = any(each.startswith(f"{OPTIMIZER}/") for each in tensors)
-            if patterns is None or _takes(patterns, name) or has_some:
+            if has_some or _takes(patterns, name):
                 found[name] = _optimizer(value, filled)
-        elif (
-            patterns is None
-            or _takes(patterns, name)
-            or any(each in tensors for each in arrays_in(value, name))
-        ):
+        elif _takes(patterns, name) or any(each in tensors for each in arrays_in(value, name)):
             found[name] = filled(value, name)
     for name in tensors.keys() - placed:
         *above, last = _path(name, wrapped)
@@ -188,7 +183,7 @@ def _inner_keys(name: str, record: Any) -> list[str]:
     """The parts of a tensor that is made of others."""
     found = record.get("inner") if isinstance(record, dict) else None
     if not isinstance(found, list) or not all(isinstance(key, str) for key in found):
-        raise FormatError("not what a save writes", where=f"objects.{name}", value=record)
+        raise FormatError("not what a save writes", where=f"objects.{WRAPPED}/{name}", value=record)
     return found
 
 
