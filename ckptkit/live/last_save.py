@@ -45,17 +45,6 @@ class LastSave:
         self.pool = _PoolOfOne()
         self._memory: torch.Tensor | None = None
 
-    @property
-    def outline(self) -> Outline | None:
-        """What a snapshot may use again."""
-        return None if self.basis is None else self.basis.outline
-
-    def known(self, outline: Outline | None) -> Basis | None:
-        """What was found out for these tensors then, if they are the same now: a snapshot gives
-        back the very outline that it was given.
-        """
-        return self.basis if outline is not None and outline is self.outline else None
-
     def hold(self, tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
         """The same tensors in this memory; complete, and independent of those, on return."""
         starts, size = [], 0
@@ -114,10 +103,6 @@ class Outline:
     seen: list[object]
     tensors: list[LiveTensor]
     tied: dict[str, str]
-
-    def holds(self, look: Look) -> bool:
-        """Whether this is what would be found out now."""
-        return look.is_usual and self.seen == look.seen
 
 
 class Look:

@@ -125,6 +125,7 @@ def prepare(
     """
     # Look at what this rank holds. Where that is not as its placements say it is moved, and what
     # lies on devices is copied into host memory. For tensors on the CPU only `stage` sees to that.
+    basis = last.basis
     snapshot = take_snapshot(
         world,
         training,
@@ -133,7 +134,7 @@ def prepare(
         rules=options.rules,
         ranks=ranks,
         outlined=True,
-        last=last.outline,
+        last=None if basis is None else basis.outline,
     )
     tensors: Sequence[LiveTensor] = [
         held if held.own is None else held.moved(snapshot.topology) for held in snapshot.tensors
@@ -143,8 +144,9 @@ def prepare(
     # The elements of each, made once: of 100,000 tensors that takes a tenth of a second.
     held = [(tensor, bits_of(tensor.name, tensor.local)) for tensor in tensors]
 
-    # Agree with the other ranks, and lay out what this one writes of it.
-    known = last.known(snapshot.outline)
+    # Agree with the other ranks, and lay out what this one writes of it. Where tensors are those of
+    # the last save, what was found out for them then holds.
+    known = basis if basis is not None and snapshot.outline is basis.outline else None
     agreed = _agree(ranks, step, training, snapshot, held, options, known)
     cancelled = threading.Event()
 
@@ -402,11 +404,10 @@ def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[int, i
         kind = id(held.placements), held.alike_along
         if (copied := kinds.get(kind)) is None:
             copied = kinds[kind] = held.unsure(snapshot.topology) - held.placements.keys()
-        if not copied - held.of_first:
+        if not (apart := copied - held.of_first):
             continue
         is_asked = held.role in ("buffer", "other") or copied & cutting
         if is_asked and not matches(differing, held.name, inner_name(held.name, held.role)):
-            apart = copied - held.of_first
             first = mesh.rank(tuple(0 if axis.name in apart else at for axis, at in coords))
             found.append((number, first))
     return found

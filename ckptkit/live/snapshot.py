@@ -48,8 +48,10 @@ from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
 from ckptkit.live.wrappers.training import Training
 from ckptkit.model import Placement, Shard, Strategy, Strided
 
-Trees: TypeAlias = Mapping[str, tuple[Any, dict[str, torch.Tensor]]]
-"""Of each nested dictionary what it has besides tensors, and these by name."""
+Trees: TypeAlias = Mapping[str, tuple[Any, dict[str, torch.Tensor], bool]]
+"""Of each nested dictionary what it has besides tensors, these by name, and whether the caller says
+that they are replicated.
+"""
 SaidLayout: TypeAlias = tuple[tuple[int, ...], Mapping[str, Placement]]
 """The global shape of a tensor, and how the axes cut it."""
 
@@ -93,9 +95,9 @@ def take_snapshot(
     world: World,
     training: Training,
     *,
+    mesh: DeviceMesh | None,
+    rules: HandCuts,
     extra: Mapping[str, object] | None = None,
-    mesh: DeviceMesh | None = None,
-    rules: HandCuts | None = None,
     ranks: Ranks | None = None,
     outlined: bool = False,
     last: Outline | None = None,
@@ -105,7 +107,8 @@ def take_snapshot(
     was found out then is used again, and the outline stays the same object.
     """
     nested = _trees(training)
-    topology = topology_of(world, training, mesh, ranks, nested)
+    trees = {name: tensor for _, inside, _ in nested.values() for name, tensor in inside.items()}
+    topology = topology_of(world, training, mesh, ranks, trees.values())
     if last is not None and last.topology == topology:
         topology = last.topology  # which knows what it has found out
     staged = training.model is not None and training.model.is_staged
@@ -126,23 +129,23 @@ def take_snapshot(
         states, documents = _optimizers(training, entries)
         for state in states:
             look.at_optimizer(state)
-    trees: dict[str, torch.Tensor] = {}
-    for group, (skeleton, tensors) in nested.items():
+    for group, (skeleton, inside, is_replicated) in nested.items():
         objects[group] = skeleton
-        trees |= tensors
-        look.at_tree(tensors, is_replicated=isinstance(training.stateful[group], Replicated))
+        look.at_tree(inside, is_replicated=is_replicated)
     collector = Collector(topology, known, staged=staged, are_plain=look.is_usual)
-    if last is not None and last.holds(look):
-        collector.take(last, look.locals)
-        outline: Outline | None = last
+    outline: Outline | None = None
+    if last is not None and look.is_usual and last.seen == look.seen:
+        # Nothing but memory is another.
+        pairs = zip(last.tensors, look.locals, strict=True)
+        collector.tensors = [held.in_memory(local) for held, local in pairs]
+        collector.tied, outline = last.tied, last
     else:
         collector.add_model(entries)
         for state in states:
             collector.add_optimizer(state)
-        for group, (_, inside) in nested.items():
-            is_replicated = isinstance(training.stateful[group], Replicated)
+        for _, inside, is_replicated in nested.values():
             collector.add_tree(inside, is_replicated=is_replicated)
-        outline, found = None, collector.tensors
+        found = collector.tensors
         is_asked = collector.compared or collector.made or any(h.own is not None for h in found)
         if look.is_usual and not is_asked:
             # No memory is kept alive from one save to the next.
@@ -152,8 +155,7 @@ def take_snapshot(
     says_all = training.model is not None or mesh is not None or world.size == 1
     spread = topology.strategy if says_all else None
     data = DataRanks(world.rank, world.size, spread, spread)
-    of_data = {name: v.value for name, v in objects.items() if isinstance(v, PerDataRank)}
-    objects |= {name: data.kept(value) for name, value in of_data.items()}
+    objects |= {n: data.kept(v.value) for n, v in objects.items() if isinstance(v, PerDataRank)}
     closed = (PerRank, PerDataRank, Replicated)
     return Snapshot(
         topology=topology,
@@ -212,13 +214,15 @@ def _optimizers(
 
 def _trees(training: Training) -> Trees:
     """Asks each object for its state, once."""
-    found: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    found: dict[str, tuple[Any, dict[str, torch.Tensor], bool]] = {}
     for group, value in training.stateful.items():
         if isinstance(value, (PerRank, PerDataRank)):
             # An array has one value for all ranks: the tensors of each go with its plain values.
-            found[group] = (type(value)(tensors_inline(tree_of(value.value), join(group))), {})
+            inline = tensors_inline(tree_of(value.value), join(group))
+            found[group] = type(value)(inline), {}, False
         else:
-            found[group] = take_tensors(tree_of(value), join(group))
+            skeleton, tensors = take_tensors(tree_of(value), join(group))
+            found[group] = skeleton, tensors, isinstance(value, Replicated)
     return found
 
 
@@ -236,17 +240,17 @@ def tree_of(value: object) -> Any:
 def topology_of(
     world: World,
     training: Training,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | None,
     ranks: Ranks | None = None,
-    nested: Trees | None = None,
+    beside: Iterable[torch.Tensor] = (),
 ) -> Topology:
-    """The topology of a job, read off its model and optimizers; `mesh` names what they do not. With
-    `ranks` the stages of a pipeline, of which only some may have experts, find one for all.
+    """The topology of a job, read off its model, its optimizers and tensors `beside` them; `mesh`
+    names what they do not. With `ranks` the stages of a pipeline, of which only some may have
+    experts, find one for all.
     """
     lines: list[Line] = []
-    if mesh is None and training.model is not None:
-        mesh = training.model.mesh
     if training.model is not None:
+        mesh = training.model.mesh if mesh is None else mesh
         lines += training.model.lines()
     for optimizer in training.optimizers:
         lines += optimizer.lines()
@@ -258,9 +262,7 @@ def topology_of(
             if line.by_mesh not in by_rank:  # what is cut by hand may go either way
                 check_upwards(line.by_mesh, "mesh=")
         lines = [replace(line, is_assumed=not kind_of(line.name)) for line in found] + lines
-    nested = _trees(training) if nested is None else nested
-    tensors = (tensor for _, by_name in nested.values() for tensor in by_name.values())
-    lines += dtensor_lines([t for t in tensors if isinstance(t, DTensor)], fully_sharded=True)
+    lines += dtensor_lines([t for t in beside if isinstance(t, DTensor)], fully_sharded=True)
     if ranks is not None and any(line.kind == "pp" and line.size > 1 for line in lines):
         docs = ranks.agree(
             [line.to_doc() for line in lines],
@@ -270,11 +272,9 @@ def topology_of(
     return Topology.of(world.rank, world.size, lines)
 
 
-def rules_of(training: Training, rules: HandCuts | None) -> HandCuts:
+def rules_of(training: Training, rules: HandCuts) -> HandCuts:
     """The rules of a call, or those that its model came with."""
-    if rules is not None and rules.said:
-        return rules
-    return HandCuts() if training.model is None else training.model.rules
+    return rules if rules.said or training.model is None else training.model.rules
 
 
 class Collector:
@@ -289,7 +289,6 @@ class Collector:
         self._are_plain = are_plain
         self._stage = topology.staged() if staged else _NOT_CUT
         self._seen: dict[int, str] = {}
-        self._names: set[str] = set()
         self._locals: dict[str, tuple[int, ...]] = {}
         self._is_cut: dict[str, bool] = {}
         self._alike_along: dict[str, frozenset[str]] = {}
@@ -299,12 +298,6 @@ class Collector:
         self.tied: dict[str, str] = {}
         self.made: dict[str, tuple[LiveTensor, list[str]]] = {}
         """Tensors that are made of others, and the names of these."""
-
-    def take(self, outline: Outline, memory: Iterable[torch.Tensor]) -> None:
-        """All that was collected when nothing but memory was another."""
-        self.tied = outline.tied
-        pairs = zip(outline.tensors, memory, strict=True)
-        self.tensors = [held.in_memory(local) for held, local in pairs]
 
     def add_model(self, entries: Iterable[ModelEntry]) -> None:
         """Parameters and buffers; a tensor of two names is stored once."""
@@ -366,13 +359,12 @@ class Collector:
         of_first: frozenset[str] = frozenset(),
     ) -> None:
         """`said` is how it lies, where the tensor does not know that itself."""
-        if name in self._names:
+        if name in self._is_cut:
             raise InvalidNameError(
                 "two objects have a tensor of this name",
                 value=name,
                 hint="optimizers that share parameters go into state={…}, each under its own key",
             )
-        self._names.add(name)
         parts: Mapping[str, torch.Tensor] = {}
         if not self._are_plain and not (parts := parts_of_tensor(tensor)):
             check_plain(name, tensor)
