@@ -61,19 +61,16 @@ class Tiers:
         self._retention = retention
         self._is_first = is_first
         self.replaceable = frozenset[int]()
+        self.target = place if local is None else store_at(local)
+        """Where a save writes."""
         self._mirror: Mirror | None = None
         if local is not None:
             options = CopyOptions(overwrite=overwrite, progress=self._check_wanted)
-            self._mirror = Mirror(store_at(local), place, retention, options)
+            self._mirror = Mirror(self.target, place, retention, options)
         self._uploads = Background()
         self._has_looked = False
         self._given_up = threading.Event()
         self._over: list[Ranks] = []
-
-    @property
-    def target(self) -> Store:
-        """Where a save writes."""
-        return self._place if self._mirror is None else self._mirror.local
 
     def keep(self, steps: Iterable[int]) -> None:
         """Which steps retention leaves from now on, besides those that its rules do."""
@@ -259,18 +256,9 @@ class Background:
         with self._lock:
             self._changed.wait_for(lambda: self._done == self._taken, seconds)
 
-    def end(self) -> None:
-        """Return when all is done, and the thread with it: one that still frees tensors while the
-        interpreter ends would abort the process.
-        """
-        self.settle()
-        if self._thread is not None:
-            self._thread.join()
-
     def wait(self) -> None:
         """Return when all is done; raises the last error."""
-        error = self.take()
-        if error is not None:
+        if (error := self.take()) is not None:
             raise error
 
     def newest_failure(self) -> tuple[int, BaseException] | None:
@@ -344,7 +332,10 @@ _unsettled: WeakSet[Background] = WeakSet()
 
 def _settle_all() -> None:
     for background in list(_unsettled):
-        background.end()
+        background.settle()
+        # A thread that still frees tensors while the interpreter ends would abort the process.
+        if background._thread is not None:
+            background._thread.join()
 
 
 # A process that is copied has none of the threads: it would wait for them when it ends.

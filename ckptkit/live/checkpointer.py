@@ -89,7 +89,10 @@ class Checkpointer:
             raise UsageError('when_busy is "wait" or "skip"', value=when_busy)
         self._world = current_world()
         self._store = store_at(location, storage_options)
-        self._run = Run(self._store)
+        self.location = str(self._store.location)
+        """Where the run is."""
+        self.run = Run(self._store)
+        """The run, with all its steps; with a local folder those that have been copied."""
         self._tiers = Tiers(
             self._store,
             local,
@@ -107,7 +110,7 @@ class Checkpointer:
                 cuts = HandCuts.of(rules)
                 ranks.wait()
         self._asynchronous = asynchronous
-        self._skips = when_busy == "skip"
+        self._skips = asynchronous and when_busy == "skip"
         self._options = SaveOptions(
             overwrite=overwrite,
             chunk_bytes=chunk_bytes,
@@ -136,19 +139,9 @@ class Checkpointer:
         return f"Checkpointer({self.location!r}{local})"
 
     @property
-    def location(self) -> str:
-        """Where the run is."""
-        return str(self._store.location)
-
-    @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh that names axes which the model does not."""
         return self._options.mesh
-
-    @property
-    def run(self) -> Run:
-        """The run, with all its steps; with a local folder those that have been copied."""
-        return self._run
 
     def save(
         self,
@@ -177,9 +170,8 @@ class Checkpointer:
                     raise UsageError("nothing to save", hint="pass model=…, state=… or extra=…")
                 training = Training.of(**objects)
                 failed_copy = self._tiers.meet(ranks)
-                may_skip = self._asynchronous and self._skips
                 # Whether rank 0 is still writing: one answer for all.
-                if may_skip and ranks.share(lambda: self._background.is_running):
+                if self._skips and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
                 started, target = time.perf_counter(), self._tiers.target
