@@ -167,12 +167,7 @@ class Exchange:
                     if self._world.rank == 0:
                         self._give(held.get(name), rank, part, wholes[name].detach())
                     elif self._world.rank == rank:
-                        mine = held[name]
-                        values = torch.empty(
-                            part.shape, dtype=mine.local.dtype, device=wire(self._group)
-                        )
-                        dist.recv(bytes_of(values), group=self._group, group_src=0)
-                        _fill(mine, values)
+                        _fill(held[name], self._received(part.shape, held[name].local.dtype, 0))
 
     def _fetch(
         self, held: LiveTensor | None, holder: int, part: Part, whole: torch.Tensor | None
@@ -182,15 +177,12 @@ class Exchange:
         """
         if whole is None:
             if holder == self._world.rank and held is not None:
-                dist.send(
-                    bytes_of(held.local.to(wire(self._group))), group=self._group, group_dst=0
-                )
+                self._send(held.local, 0)
             return
         if held is not None and holder == 0:
             values = held.local
         else:
-            values = torch.empty(part.shape, dtype=whole.dtype, device=wire(self._group))
-            dist.recv(bytes_of(values), group=self._group, group_src=holder)
+            values = self._received(part.shape, whole.dtype, holder)
         for there, here in indices(part, tuple(whole.shape)):
             whole[there] = values[here].to("cpu")
 
@@ -200,9 +192,17 @@ class Exchange:
         for there, here in indices(part, tuple(whole.shape)):
             values[here] = whole[there].to("cpu")
         if rank != 0:
-            dist.send(bytes_of(values.to(wire(self._group))), group=self._group, group_dst=rank)
+            self._send(values, rank)
         elif held is not None:
             _fill(held, values)
+
+    def _send(self, values: torch.Tensor, rank: int) -> None:
+        dist.send(bytes_of(values.to(wire(self._group))), group=self._group, group_dst=rank)
+
+    def _received(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
+        values = torch.empty(shape, dtype=dtype, device=wire(self._group))
+        dist.recv(bytes_of(values), group=self._group, group_src=rank)
+        return values
 
     def _layout(self, name: str, spread: TensorLayout) -> Layout:
         placements = {axis: parse_placement(text) for axis, text in spread.placements}
@@ -258,6 +258,6 @@ def _fill(held: LiveTensor, values: torch.Tensor) -> None:
 def _told(problems: Mapping[str, Sequence[int]], size: int) -> str:
     lines = []
     for problem, ranks in problems.items():
-        lines.append(f"rank {listed(ranks, _SHOWN)}: {problem}" if ranks and size > 1 else problem)
+        lines.append(f"rank {listed(ranks, _SHOWN)}: {problem}" if size > 1 else problem)
     more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return "\n".join(lines[:_SHOWN]) + more

@@ -371,13 +371,15 @@ def _given(model: object) -> _Parameters | None:
 def _outside(modules: Sequence[nn.Module], flat: Mapping[str, FlatPart]) -> list[ModelEntry]:
     """The parameters of FSDP1 models that lie in no flat one."""
     inside = {part.piece.holder for part in flat.values()}
-    return [
-        ModelEntry(canonical(name), parameter, is_parameter=True)
-        for module in modules
-        for canonical in (canonical_names(every_module(module)),)
-        for name, parameter in module.named_parameters()
-        if parameter not in inside and not isinstance(parameter, FlatParameter)
-    ]
+    found = []
+    for module in modules:
+        canonical = canonical_names(every_module(module))
+        found += [
+            ModelEntry(canonical(name), parameter, is_parameter=True)
+            for name, parameter in module.named_parameters()
+            if parameter not in inside and not isinstance(parameter, FlatParameter)
+        ]
+    return found
 
 
 def _world_of(group: dist.ProcessGroup) -> World:
