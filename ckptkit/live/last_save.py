@@ -119,10 +119,8 @@ class Look:
         self.is_usual = is_usual
         """Whether all tensors have elements of their own; others are looked at each time."""
 
-    def at_model(self, entries: Sequence[ModelEntry]) -> None:
+    def add_model(self, entries: Sequence[ModelEntry]) -> None:
         """Parameters and buffers, and which of them are one tensor."""
-        if not self.is_usual:
-            return
         self.seen.append(len(entries))
         first: dict[int, int] = {}
         for number, entry in enumerate(entries):
@@ -136,7 +134,7 @@ class Look:
                 if known == number:
                     self._at(value)
 
-    def at_optimizer(self, entries: Sequence[StateEntry]) -> None:
+    def add_optimizer(self, entries: Sequence[StateEntry]) -> None:
         """What an optimizer keeps."""
         self.seen.append(len(entries))
         for parameter, key, value, shared in entries:
@@ -144,7 +142,7 @@ class Look:
             if isinstance(value, torch.Tensor):
                 self._at(value)
 
-    def at_tree(self, tensors: Mapping[str, torch.Tensor], *, is_replicated: bool) -> None:
+    def add_tree(self, tensors: Mapping[str, torch.Tensor], *, is_replicated: bool) -> None:
         """The tensors of a nested dictionary."""
         self.seen += (len(tensors), is_replicated)
         for name, tensor in tensors.items():

@@ -208,28 +208,29 @@ class ShardedOptimizerState:
         offered: State = wholes | others
         part = self._parts.get(name)
         knows, keeps = part is not None, part is not None and part.is_kept_here
+        if not offered:
+            problem = "" if part is None or part.is_alone else _NOT_ALONE
+            self._exchange.agree({}, problem=problem, is_involved=knows, where=name)
+            if knows:
+                self.remove(name)
+            return
         # Made before the ranks agree, as only what is there says whether the state fits; taken back
         # where they do not.
-        made = bool(offered) and keeps and not self.has(name)
+        made = keeps and not self.has(name)
         if made:
             self.create(name)
-        held, values, entries = self._held(name) if offered else ({}, {}, [])
-        if offered and keeps:
+        held, values, entries = self._held(name)
+        if keeps:
             problem = self._objection(offered, wholes, held, values)
-        if not offered and part is not None and not part.is_alone:
-            problem = _NOT_ALONE
         try:
             plan = self._exchange.agree(held, problem=problem, is_involved=knows, where=name)
         except CkptkitError:
             if made and part is not None:
                 self._adapter.state.pop(part.parameter, None)
             raise
-        if knows and not offered:
-            self.remove(name)
         self._exchange.hand_out(plan, held, full or {})
-        values = {key: copy.deepcopy(offered[key]) for key in values}
-        if offered and part is not None:
-            part.take(entries, values)
+        if part is not None:
+            part.take(entries, {key: copy.deepcopy(offered[key]) for key in values})
 
     def _part(self, name: str) -> FlatPart | _OwnPart:
         if name not in self._parts:

@@ -113,7 +113,6 @@ def take_snapshot(
         topology = last.topology  # which knows what it has found out
     staged = training.model is not None and training.model.is_staged
     known = rules_of(training, rules)
-    look = Look([topology, known, staged], is_usual=outlined)
     objects: dict[str, object] = {
         f"extra/{n}": plain_extra(f"extra/{n}", v) for n, v in (extra or {}).items()
     }
@@ -122,16 +121,22 @@ def take_snapshot(
     documents: list[dict[str, Any]] = []
     if training.model is not None:
         entries = training.model.entries()
-        look.at_model(entries)
         # What `get_extra_state` gave has no tensors of its own.
         if made := {e.name: e.value for e in entries if not isinstance(e.value, torch.Tensor)}:
             objects["model"] = made
         states, documents = _optimizers(training, entries)
+    objects |= {group: skeleton for group, (skeleton, _, _) in nested.items()}
+
+    def show(to: Look | Collector) -> None:
+        to.add_model(entries)
         for state in states:
-            look.at_optimizer(state)
-    for group, (skeleton, inside, is_replicated) in nested.items():
-        objects[group] = skeleton
-        look.at_tree(inside, is_replicated=is_replicated)
+            to.add_optimizer(state)
+        for _, inside, is_replicated in nested.values():
+            to.add_tree(inside, is_replicated=is_replicated)
+
+    look = Look([topology, known, staged], is_usual=outlined)
+    if outlined:
+        show(look)
     collector = Collector(topology, known, staged=staged, are_plain=look.is_usual)
     outline: Outline | None = None
     if last is not None and look.is_usual and last.seen == look.seen:
@@ -140,11 +145,7 @@ def take_snapshot(
         collector.tensors = [held.in_memory(local) for held, local in pairs]
         collector.tied, outline = last.tied, last
     else:
-        collector.add_model(entries)
-        for state in states:
-            collector.add_optimizer(state)
-        for _, inside, is_replicated in nested.values():
-            collector.add_tree(inside, is_replicated=is_replicated)
+        show(collector)
         found = collector.tensors
         is_asked = collector.compared or collector.made or any(h.own is not None for h in found)
         if look.is_usual and not is_asked:
