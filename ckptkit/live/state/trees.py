@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,17 +26,29 @@ from ckptkit.model import DType, Owner, Placement
 _TENSOR = "ckptkit.tensor"
 _MAX_DEPTH = 28
 
+
+def _in_order(items: Iterable[object]) -> list[object]:
+    """The items of a set, in one order on all ranks, whatever their hashes are."""
+    return sorted(items, key=lambda item: canonical(_marked(item, "", None)))
+
+
 # Values that the format has no type for are a map of one key, which says how they are made again
 # (FORMAT section 8). A reader that does not know the key has a map with all that there is to know.
-_MADE_BY: dict[str, Callable[[Any], object]] = {
+# By type: that key, how a value is taken apart, and how it is made again.
+_MARKS: dict[type, tuple[str, Callable[[Any], object], Callable[[Any], object]]] = {
     # Some schedulers keep one, and ask it for what a dictionary does not have.
-    "ckptkit.counter": lambda counts: Counter(dict(counts)),
-    "ckptkit.set": set,
-    "ckptkit.frozenset": frozenset,
-    "ckptkit.deque": lambda given: deque(given[0], maxlen=given[1]),
-    "ckptkit.date": datetime.date.fromisoformat,
-    "ckptkit.size": torch.Size,
+    Counter: ("ckptkit.counter", dict, lambda counts: Counter(dict(counts))),
+    set: ("ckptkit.set", _in_order, set),
+    frozenset: ("ckptkit.frozenset", _in_order, frozenset),
+    deque: (
+        "ckptkit.deque",
+        lambda items: [list(items), items.maxlen],
+        lambda given: deque(given[0], maxlen=given[1]),
+    ),
+    datetime.date: ("ckptkit.date", datetime.date.isoformat, datetime.date.fromisoformat),
+    torch.Size: ("ckptkit.size", list, torch.Size),
 }
+_MADE_BY = {mark: made for mark, _, made in _MARKS.values()}
 
 
 def take_tensors(
@@ -97,9 +109,9 @@ def _marked(
         )
     if tensor_as is not None and isinstance(tree, torch.Tensor):
         return tensor_as(tree, path)
-    if form := _form_of(tree):
-        mark, inner = form
-        return {mark: _marked(inner, path, tensor_as, depth + 1)}
+    if form := _MARKS.get(Counter if isinstance(tree, Counter) else type(tree)):
+        mark, apart, _ = form
+        return {mark: _marked(apart(tree), path, tensor_as, depth + 1)}
     is_any = tensor_as is not None
     if isinstance(tree, Mapping) if is_any else type(tree) in (dict, OrderedDict):
         for mark in (REFERENCE, DATA_RANK, _TENSOR, *_MADE_BY):
@@ -177,21 +189,6 @@ def without_key(tree: Any, keys: Sequence[Any]) -> Any:
     return tree | {keys[0]: without_key(tree[keys[0]], keys[1:])}
 
 
-def _form_of(value: object) -> tuple[str, Any] | None:
-    """The mark of a value that has one, and what it is made of."""
-    if isinstance(value, Counter):
-        return "ckptkit.counter", dict(value)
-    if type(value) in (set, frozenset):
-        # In one order on all ranks, whatever their hashes are.
-        items = sorted(value, key=lambda item: canonical(_marked(item, "", None)))  # type: ignore[call-overload]
-        return f"ckptkit.{type(value).__name__}", items
-    if type(value) is deque:
-        return "ckptkit.deque", [list(value), value.maxlen]
-    if type(value) is datetime.date:
-        return "ckptkit.date", value.isoformat()
-    return ("ckptkit.size", list(value)) if type(value) is torch.Size else None
-
-
 def arrays_in(tree: Any, where: str) -> list[str]:
     """The names of the arrays that a tree marks."""
     found: list[str] = []
@@ -208,27 +205,18 @@ def replace_leaves(target: Any, source: Any) -> None:
     """Give a tree of plain dictionaries and lists the values of another, in place; tensors that
     the target has already were filled and stay.
     """
+    items: list[tuple[Any, Any, Any]] = []  # each with the value that the target has there
     if isinstance(target, dict) and isinstance(source, dict):
-        for key, value in source.items():
-            if not _descend(target.get(key), value):
-                target[key] = value
+        items = [(key, target.get(key), value) for key, value in source.items()]
     elif isinstance(target, list) and isinstance(source, list):
         target[len(source) :] = []
-        for at, value in enumerate(source):
-            if at >= len(target):
-                target.append(value)
-            elif not _descend(target[at], value):
-                target[at] = value
-
-
-def _descend(mine: Any, theirs: Any) -> bool:
-    """Whether the two are containers alike, whose leaves were then replaced, or one tensor."""
-    if isinstance(mine, torch.Tensor) and mine is theirs:
-        return True
-    if type(mine) is type(theirs) and isinstance(mine, (dict, list)):
-        replace_leaves(mine, theirs)
-        return True
-    return False
+        target += [None] * (len(source) - len(target))
+        items = [(at, target[at], value) for at, value in enumerate(source)]
+    for key, mine, value in items:
+        if type(mine) is type(value) and isinstance(mine, (dict, list)):
+            replace_leaves(mine, value)
+        else:
+            target[key] = value
 
 
 Keys: TypeAlias = tuple[str | int, ...]
@@ -245,16 +233,12 @@ def own_apart(
     found = dict(objects)
     owners: dict[str, dict[str, Placement]] = {}
     mesh = topology.strategy.mesh
-    for (group, *keys), ranks in some.items():
+    for path, ranks in some.items():
         if topology.rank not in ranks:
             continue
-        value = value_at(found[str(group)], keys)
-        name = "/".join([OWN, *(escape(str(key) or "_") for key in (group, *keys))])
-        found[name] = {"group": group, "keys": keys, "ranks": ranks, "value": value}
-        if keys:
-            found[str(group)] = without_key(found[str(group)], keys)
-        else:
-            del found[str(group)]
+        value, found = value_at(found, path), without_key(found, path)
+        name = "/".join([OWN, *(escape(str(key) or "_") for key in path)])
+        found[name] = {"group": path[0], "keys": list(path[1:]), "ranks": ranks, "value": value}
         coords = zip(mesh.axes, mesh.coords(ranks[0]), strict=True)
         owner: dict[str, Placement] = {a.name: Owner(at) for a, at in coords if a.size > 1}
         owners |= dict.fromkeys(arrays_in(value, name), owner)
@@ -278,10 +262,9 @@ def with_own(
             continue
         group, keys, ranks, value = parts_of(item)
         was_mine = rank in ranks and max(ranks) < world_size
-        if was_mine or (group in here and value_at(here[group], keys) is not None):
-            known = found.get(group)
-            tree = with_value(None if known is None else known.value, keys, value)
-            found[group] = ObjectInfo(group, "replicated", tree)
+        if was_mine or value_at(here, [group, *keys]) is not None:
+            known = found[group].value if group in found else None
+            found[group] = ObjectInfo(group, "replicated", with_value(known, keys, value))
     return found
 
 
