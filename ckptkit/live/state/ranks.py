@@ -30,7 +30,7 @@ from ckptkit.checkpoint.ranks import (
 )
 from ckptkit.checkpoint.workers import copy_threads
 from ckptkit.errors import InvalidNameError, PeerError, UsageError
-from ckptkit.format.leaves import canonical, dumps
+from ckptkit.format.leaves import canonical, dumps, unpack
 from ckptkit.live.state.topology import Topology
 
 # Torch has called it so since 2.13.
@@ -112,6 +112,18 @@ def meeting(
         yield ranks
 
 
+@contextmanager
+def _reachable() -> Iterator[None]:
+    """Turn a lost store into an error that says what that means."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise PeerError(
+            "the job's store does not answer: the rank or agent that holds it is gone",
+            hint="look at the log of rank 0",
+        ) from error
+
+
 class StoreRanks(Ranks):
     """Ranks that meet over a `torch.distributed` store; every save takes a name of its own.
 
@@ -167,32 +179,28 @@ class StoreRanks(Ranks):
             for key in (f"meeting/{number}", f"meeting/{number}/count"):
                 self._rendezvous.delete_key(key)
 
+    @_reachable()
     def _tell(self, data: bytes) -> bytes:
         key = f"share/{self._shares}"
         self._shares += 1
-        if self.rank == 0:
-            with _reachable():
-                self._rendezvous.set(key, _DONE + data)  # type: ignore[arg-type] # bytes do
-            return data
-        return self._outcome(key)
+        if self.rank > 0:
+            return self._outcome(key)
+        self._rendezvous.set(key, _DONE + data)  # type: ignore[arg-type] # bytes do
+        return data
 
+    @_reachable()
     def _meet(self, data: bytes | None) -> list[bytes]:
         key = f"meeting/{self._meetings}"
         self._meetings += 1
-        with _reachable():
-            self._rendezvous.set(f"{key}/{self.rank}", data or b"")  # type: ignore[arg-type]
+        self._rendezvous.set(f"{key}/{self.rank}", data or b"")  # type: ignore[arg-type]
         if self._cancelled is not None:
             self._decide(key, _FAILED + self._cancelled.said())
-        else:
-            with _reachable():
-                is_last = self._rendezvous.add(f"{key}/count", 1) == self.world_size
-            if is_last:
-                self._decide(key, _DONE)
+        elif self._rendezvous.add(f"{key}/count", 1) == self.world_size:
+            self._decide(key, _DONE)
         self._outcome(key)
         if data is None or self.rank > 0:
             return []
-        with _reachable():
-            return [bytes(self._rendezvous.get(f"{key}/{rank}")) for rank in range(self.world_size)]
+        return [bytes(self._rendezvous.get(f"{key}/{rank}")) for rank in range(self.world_size)]
 
     def _outcome(self, key: str) -> bytes:
         """What was decided under a key. What is shared rank 0 alone decides; that a meeting failed
@@ -201,39 +209,38 @@ class StoreRanks(Ranks):
         started = time.monotonic()
         is_share = key.startswith("share")
         shortest = _SHORTEST_PAUSE + _PAUSE_PER_RANK * self.world_size
-        with _reachable():
-            while not self._rendezvous.check([key]):
-                waited = time.monotonic() - started
-                if self._cancelled is not None:
-                    if is_share:
-                        raise self._cancelled.error(self.failure)
-                    self._decide(key, _FAILED + self._cancelled.said())
+        while not self._rendezvous.check([key]):
+            waited = time.monotonic() - started
+            if self._cancelled is not None:
+                if is_share:
+                    raise self._cancelled.error(self.failure)
+                self._decide(key, _FAILED + self._cancelled.said())
+                break
+            if waited > self._timeout:
+                who = "rank 0"
+                if not is_share:
+                    ranks, check = range(self.world_size), self._rendezvous.check
+                    missing = [rank for rank in ranks if not check([f"{key}/{rank}"])]
+                    who = ", ".join(f"rank {r}" for r in missing[:8]) or "another rank"
+                problem = late(who, self._timeout)
+                own = Failure.of(self.rank, problem)
+                # Unless the last rank has come just now.
+                if not is_share and self._decide(key, _FAILED + own.said()) == _DONE:
                     break
-                if waited > self._timeout:
-                    who = "rank 0"
-                    if not is_share:
-                        ranks, check = range(self.world_size), self._rendezvous.check
-                        missing = [rank for rank in ranks if not check([f"{key}/{rank}"])]
-                        who = ", ".join(f"rank {r}" for r in missing[:8]) or "another rank"
-                    problem = late(who, self._timeout)
-                    own = Failure.of(self.rank, problem)
-                    # Unless the last rank has come just now.
-                    if not is_share and self._decide(key, _FAILED + own.said()) == _DONE:
-                        break
-                    self._told = own
-                    raise problem
-                time.sleep(min(max(shortest, _SHARE_OF_WAIT * waited), _LONGEST_PAUSE))
-            verdict = bytes(self._rendezvous.get(key))
+                self._told = own
+                raise problem
+            time.sleep(min(max(shortest, _SHARE_OF_WAIT * waited), _LONGEST_PAUSE))
+        verdict = bytes(self._rendezvous.get(key))
         if verdict.startswith(_FAILED):
             # What ends a meeting in failure is seen by rank 0 too, which then never commits.
             self._told = Failure.heard(verdict[1:])
             raise self._told.error(self.failure)
         return verdict[1:]
 
+    @_reachable()
     def _decide(self, key: str, verdict: bytes) -> bytes:
         """Settle how a meeting ended, unless another rank has: its verdict counts then."""
-        with _reachable():
-            return bytes(self._rendezvous.compare_set(key, "", verdict))  # type: ignore[arg-type]
+        return bytes(self._rendezvous.compare_set(key, "", verdict))  # type: ignore[arg-type]
 
 
 class GroupRanks(Ranks):
@@ -259,23 +266,18 @@ class GroupRanks(Ranks):
 
     def share(self, answer: Callable[[], Any]) -> Any:
         problem: Exception | None = None
-
-        def told() -> tuple[Any, bytes]:
-            nonlocal problem
+        verdict = b""
+        if self.rank == 0:
             try:
-                found = answer()
-                dumps(found)
+                verdict = _DONE + dumps(answer())
             except Exception as error:  # noqa: BLE001 — raised below, once the others know
-                problem = error
-                return None, Failure.of(0, error).said()
-            return found, b""
-
-        found, said = super().share(told)
+                problem, verdict = error, _FAILED + Failure.of(0, error).said()
+        verdict = self._tell(verdict)
         if problem is not None:
             raise problem
-        if said:
-            raise Failure.heard(said).error(self.failure)
-        return found
+        if verdict.startswith(_FAILED):
+            raise Failure.heard(verdict[1:]).error(self.failure)
+        return unpack(verdict[1:], "rank 0")
 
     def leave(self, problem: BaseException | str) -> Failure:
         return Failure.of(self.rank, problem)
@@ -298,18 +300,6 @@ class GroupRanks(Ranks):
         dist.gather(padded, heard, group=self._group, group_dst=0)
         pairs = zip(heard or (), sizes, strict=False)
         return [each[: int(size)].cpu().numpy().tobytes() for each, size in pairs]
-
-
-@contextmanager
-def _reachable() -> Iterator[None]:
-    """Turn a lost store into an error that says what that means."""
-    try:
-        yield
-    except dist.DistError as error:
-        raise PeerError(
-            "the job's store does not answer: the rank or agent that holds it is gone",
-            hint="look at the log of rank 0",
-        ) from error
 
 
 def listed(ranks: Sequence[int], most: int = 8) -> str:
@@ -431,9 +421,8 @@ def put_together(
     several: dict[str, int] = {}
     for document in sorted(heard, key=lambda d: d["stage"]):
         for name in document["names"]:
-            if name in stages:
+            if stages.setdefault(name, document["stage"]) != document["stage"]:
                 several[name] = stages[name]
-            stages.setdefault(name, document["stage"])
     shared = ranks.share(lambda: several)
     if shared and fingerprint is not None:
         contents = {name: fingerprint(name) for name in sorted(mine & shared.keys())}
