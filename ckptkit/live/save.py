@@ -403,7 +403,8 @@ def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[int, i
     for number, held in enumerate(snapshot.tensors):
         kind = id(held.placements), held.alike_along
         if (copied := kinds.get(kind)) is None:
-            copied = kinds[kind] = held.unsure(snapshot.topology) - held.placements.keys()
+            unsure = snapshot.topology.unsure(held.alike_along)
+            copied = kinds[kind] = unsure - held.placements.keys()
         if not (apart := copied - held.of_first):
             continue
         is_asked = held.role in ("buffer", "other") or copied & cutting

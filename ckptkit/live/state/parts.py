@@ -93,15 +93,11 @@ class LiveTensor(NamedTuple):
         """How each axis cuts what is saved. Ranks that hold the same share the writing; where they
         may differ, as buffers do, a mixture would be nobody's values: the first rank's are saved.
         """
-        unsure = self.unsure(topology)
+        unsure = topology.unsure(self.alike_along)
         return tuple(
             self.placements.get(axis.name) or (Owner(0) if axis.name in unsure else Replicate())
             for axis in topology.strategy.mesh.axes
         )
-
-    def unsure(self, topology: Topology) -> frozenset[str]:
-        """The axes along which nothing keeps its values the same on all ranks."""
-        return topology.unsure(self.alike_along)
 
 
 @lru_cache(maxsize=1024)
@@ -138,14 +134,26 @@ class HandCuts:
                     hint="name the preset that the model was cut by, such as llama",
                 )
             what = load_rules(what)
+        said: list[tuple[Rule, Mapping[str, HowCut]]] = []
         if isinstance(what, Rules):
-            known = ((rule, {"tp": rule.tp, "ep": rule.ep}) for rule in what.rules)
-            said = tuple(
-                (rule, {k: cut for k, cut in cuts.items() if cut is not None})
-                for rule, cuts in known
-            )
-            return cls(said, what.known, inside=True)
-        return cls(tuple((Rule((p,)), _placements(p, by)) for p, by in (what or {}).items()))
+            for rule in what.rules:
+                cuts = {"tp": rule.tp, "ep": rule.ep}
+                said.append((rule, {k: cut for k, cut in cuts.items() if cut is not None}))
+            return cls(tuple(said), what.known, inside=True)
+        for pattern, by_kind in (what or {}).items():
+            if not isinstance(by_kind, Mapping):
+                raise RulesError(
+                    "not placements by kind of axis",
+                    where=f"rules={{{pattern!r}: ...}}",
+                    value=by_kind,
+                    hint='write {"*.wqkv.weight": {"tp": "shard(0)"}}, or {"rules": [...]} as in a '
+                    "file",
+                )
+            places = {
+                k: parse_placement(p) if isinstance(p, str) else p for k, p in by_kind.items()
+            }
+            said.append((Rule((pattern,)), places))
+        return cls(tuple(said))
 
     def find(
         self, name: str, shape: tuple[int, ...], *, of: str | None = None
@@ -178,35 +186,18 @@ class HandCuts:
                 value=how.expert,
                 hint="stack them in one tensor, and cut that along the axis",
             )
-        if not isinstance(how, Cut):
-            return how, _whole_shape(shape, how, size)
-        whole = shape
-        if how.dim is not None and how.dim < len(shape):
-            whole = (*shape[: how.dim], shape[how.dim] * size, *shape[how.dim + 1 :])
-        with located(name):
-            placement = how.placement(whole, self.sizes)
-        return placement, _whole_shape(shape, placement, size)
-
-
-def _placements(pattern: str, by_kind: object) -> dict[str, Placement]:
-    if not isinstance(by_kind, Mapping):
-        raise RulesError(
-            "not placements by kind of axis",
-            where=f"rules={{{pattern!r}: ...}}",
-            value=by_kind,
-            hint='write {"*.wqkv.weight": {"tp": "shard(0)"}}, or {"rules": [...]} as in a file',
-        )
-    return {k: parse_placement(p) if isinstance(p, str) else p for k, p in by_kind.items()}
-
-
-def _whole_shape(part: tuple[int, ...], placement: Placement, size: int) -> tuple[int, ...]:
-    """The shape of a plain tensor of which each of `size` ranks holds an equal part."""
-    if not isinstance(placement, Shard):
-        return part
-    extent = part[placement.dim] * size
-    if placement.blocks is not None:
-        extent = sum(placement.blocks)
-    return (*part[: placement.dim], extent, *part[placement.dim + 1 :])
+        if isinstance(how, Cut):
+            whole = shape
+            if how.dim is not None and how.dim < len(shape):
+                whole = (*shape[: how.dim], shape[how.dim] * size, *shape[how.dim + 1 :])
+            with located(name):
+                how = how.placement(whole, self.sizes)
+        if not isinstance(how, Shard):
+            return how, shape
+        extent = shape[how.dim] * size
+        if how.blocks is not None:
+            extent = sum(how.blocks)
+        return how, (*shape[: how.dim], extent, *shape[how.dim + 1 :])
 
 
 # Parts of torchao's optimizer state that are not cut as the whole is: one value for each block of
