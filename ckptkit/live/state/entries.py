@@ -104,30 +104,26 @@ def line_of(kind: str, process_group: dist.ProcessGroup | None, name: str = "") 
     return Line(kind, tuple(ranks), name)
 
 
-def assumed(lines: list[Line]) -> list[Line]:
-    """The lines, of which those that repeat do so for the DTensors of a mesh only: of other tensors
-    nobody keeps the copies alike.
-    """
-    return [replace(line, is_assumed=line.kind in ("ddp", "zero1")) for line in lines]
-
-
 def mesh_lines(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Line]:
     """One line for each dim of a device mesh that this rank is in. Their ranks go upwards, as in
-    torch's groups, whatever the order in the mesh is.
+    torch's groups, whatever the order in the mesh is. Those that repeat do so for the DTensors of
+    the mesh only: of other tensors nobody keeps the copies alike.
     """
     if mesh.get_coordinate() is None:
         return []
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    lines = [ranks_along(mesh, dim) for dim in range(mesh.ndim)]
-    return [
-        Line(kind, tuple(sorted(line)), name, by_mesh=() if _is_upwards(line) else line)
-        for kind, name, line in zip(kinds, names, lines, strict=True)
-    ]
+    found = []
+    for dim, (kind, name) in enumerate(zip(kinds, names, strict=True)):
+        line = ranks_along(mesh, dim)
+        ranks = tuple(sorted(line))
+        by_mesh = () if line == ranks else line
+        found.append(Line(kind, ranks, name, kind in ("ddp", "zero1"), by_mesh))
+    return found
 
 
 def check_upwards(line: Sequence[int], where: str) -> None:
     """Refuse to cut along a line of ranks that torch reads in two orders."""
-    if not _is_upwards(line):
+    if list(line) != sorted(line):
         raise StrategyError(
             "cut along ranks that do not go upwards: torch scatters and gathers there in the order "
             "of ranks, but DCP saves and loads in that of the mesh",
@@ -158,7 +154,7 @@ def dtensor_lines(
             if cut and kinds[at] in ("", "ddp"):
                 rows = fully_sharded and 0 in cut and "fsdp" not in kinds
                 kinds[at] = "fsdp" if rows else "tp"
-        found += assumed(mesh_lines(mesh, tuple(kind or "ddp" for kind in kinds)))
+        found += mesh_lines(mesh, tuple(kind or "ddp" for kind in kinds))
     return list(dict.fromkeys(replace(line, by_mesh=()) for line in found))
 
 
@@ -169,10 +165,6 @@ def ranks_along(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
     index = tuple(slice(None) if d == dim else at for d, at in enumerate(coordinate))
     line: torch.Tensor = mesh.mesh[index]
     return tuple(line.tolist())
-
-
-def _is_upwards(line: Sequence[int]) -> bool:
-    return all(one < other for one, other in pairwise(line))
 
 
 class StateMismatchError(LayoutError):
@@ -243,7 +235,14 @@ def canonical_names(submodules: Sequence[nn.Module]) -> Callable[[str], str]:
 
     The wrappers whose hooks leave themselves out of a state dict are known too.
     """
-    wrapped = {each: inner for each in submodules if (inner := _inner(each))}
+    wrapped: dict[nn.Module, str] = {}
+    for each in submodules:
+        # By the type: some wrappers are abstract, and take long to say what they are no instance
+        # of. A compiled module is known by what it keeps: its class loads the compiler.
+        if inner := _wrapped_at(type(each)):  # type: ignore[arg-type]
+            wrapped[each] = inner
+        elif _COMPILED in each._modules:
+            wrapped[each] = _COMPILED
     if not wrapped:
         return str
 
@@ -277,16 +276,9 @@ def every_module(module: nn.Module) -> list[nn.Module]:
 
 
 @lru_cache(maxsize=256)
-def _inner_of(kind: type[nn.Module]) -> str | None:
+def _wrapped_at(kind: type[nn.Module]) -> str | None:
+    """The attribute at which modules of a type keep what they wrap."""
     return next((inner for wrapper, inner in _WRAPPERS if issubclass(kind, wrapper)), None)
-
-
-def _inner(module: nn.Module) -> str | None:
-    # By the type: some wrappers are abstract, and take long to say what they are no instance of.
-    if inner := _inner_of(type(module)):  # type: ignore[arg-type]
-        return inner
-    # A compiled module is known by what it keeps: its class loads the compiler when imported.
-    return _COMPILED if _COMPILED in module._modules else None
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

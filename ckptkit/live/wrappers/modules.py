@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit.live.state.entries import (
     Line,
     ModelEntry,
-    assumed,
     canonical_names,
     dtensor_lines,
     kind_of,
@@ -64,6 +63,23 @@ class Submodules(list[nn.Module]):
         return [each for each in found if type(each) in kinds]
 
     @cached_property
+    def ddp_parameters(self) -> dict[str, nn.Parameter]:
+        """By name, the parameters that `DistributedDataParallel` has taken off modules. Of DTensors
+        it makes plain parameters; from the first forward on modules have DTensors of the same
+        memory instead, which are no parameters.
+        """
+        plain = [p for w in self.ddp_wrappers for p in w._module_parameters]
+        at = {(p.data_ptr(), tuple(p.shape)): p for p in plain if hasattr(p, "_st_info")}
+        found: dict[str, nn.Parameter] = {}
+        for path, each in self[0].named_modules() if at else ():
+            for name, value in vars(each).items():
+                local = value._local_tensor if isinstance(value, DTensor) else None
+                place = None if local is None else (local.data_ptr(), tuple(local.shape))
+                if place in at:
+                    found[f"{path}.{name}" if path else name] = at[place]
+        return found
+
+    @cached_property
     def param_groups(self) -> list[Any]:
         """What `fully_shard` gathers at once, each a group."""
         units = (each for each in self if isinstance(each, FSDPModule))
@@ -79,7 +95,7 @@ class Submodules(list[nn.Module]):
                 kinds[info.shard_mesh_dim] = "fsdp"
             meshes[info.mesh, tuple(kinds)] = None
         # It cuts by the ranks of its group, which torch numbers upwards whatever the mesh does.
-        return list(dict.fromkeys(line for each in meshes for line in assumed(mesh_lines(*each))))
+        return list(dict.fromkeys(line for each in meshes for line in mesh_lines(*each)))
 
 
 def lines(submodules: Submodules, specs: Sequence[DTensorSpec]) -> list[Line]:
@@ -159,7 +175,7 @@ def entries(submodules: Submodules) -> list[ModelEntry]:
         if name not in wrapper.parameters_to_ignore
     }
     found = []
-    for name, value in {**state_of(module), **_parameters_of_ddp(module, wrappers)}.items():
+    for name, value in {**state_of(module), **submodules.ddp_parameters}.items():
         is_parameter = isinstance(value, nn.Parameter)
         entry = ModelEntry(
             canonical(name),
@@ -175,7 +191,7 @@ def entries(submodules: Submodules) -> list[ModelEntry]:
 def absorb(submodules: Submodules, entries: Sequence[ModelEntry]) -> None:
     """Hand over what `state_dict` made up: extra state and tensors of its hooks."""
     module = submodules[0]
-    kept = [*_tensors(submodules), *_parameters_of_ddp(module, submodules.ddp_wrappers).values()]
+    kept = [*_tensors(submodules), *submodules.ddp_parameters.values()]
     own = set(map(id, kept))
     made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
     if made_up:
@@ -183,28 +199,6 @@ def absorb(submodules: Submodules, entries: Sequence[ModelEntry]) -> None:
         known = {name: canonical(name) for name in state_of(module)}
         state = {name: made_up[own] for name, own in known.items() if own in made_up}
         module.load_state_dict(state, strict=False)
-
-
-# DistributedDataParallel
-
-
-def _parameters_of_ddp(
-    module: nn.Module, wrappers: Sequence[DistributedDataParallel]
-) -> dict[str, nn.Parameter]:
-    """By name, the parameters that `DistributedDataParallel` has taken off modules. Of DTensors it
-    makes plain parameters; from the first forward on modules have DTensors of the same memory
-    instead, which are no parameters.
-    """
-    plain = [p for w in wrappers for p in w._module_parameters if hasattr(p, "_st_info")]
-    at = {(p.data_ptr(), tuple(p.shape)): p for p in plain}
-    found: dict[str, nn.Parameter] = {}
-    for path, each in module.named_modules() if plain else ():
-        for name, value in vars(each).items():
-            local = value._local_tensor if isinstance(value, DTensor) else None
-            if local is not None and (local.data_ptr(), tuple(local.shape)) in at:
-                key = (local.data_ptr(), tuple(local.shape))
-                found[f"{path}.{name}" if path else name] = at[key]
-    return found
 
 
 # `fully_shard` (FSDP2): parameters are DTensors.
@@ -227,8 +221,8 @@ def specs_of(submodules: Submodules) -> list[DTensorSpec]:
     """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
     plain parameters of.
     """
-    of_ddp = _parameters_of_ddp(submodules[0], submodules.ddp_wrappers).values()
-    found = [as_spread(each, each) for each in dict.fromkeys([*_tensors(submodules), *of_ddp])]
+    kept = [*_tensors(submodules), *submodules.ddp_parameters.values()]
+    found = [as_spread(each, each) for each in dict.fromkeys(kept)]
     # Gathered, those that are flat in FSDP1 are DTensors again.
     own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
     return [tensor._spec for tensor in own] + cut_before(submodules)
