@@ -5,11 +5,10 @@ whose state only some ranks keep (ZeRO-1).
 from __future__ import annotations
 
 import copy
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,14 +30,14 @@ from ckptkit.live.state.entries import (
 from ckptkit.live.state.tensors import as_plain, as_spread, parts_of_tensor
 from ckptkit.live.state.trees import arrays_in, no_tensor, put_tensors, take_tensors
 
-T = TypeVar("T")
-
 
 class PlainOptimizer:
     """Any `torch.optim.Optimizer`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._stepping = optimizer
+        """The one that does the steps, where another is around it."""
         self.copied: MutableMapping[nn.Parameter, dict[str, Any]] | None = None
         """What is looked at in place of the optimizer's own state."""
 
@@ -46,12 +45,12 @@ class PlainOptimizer:
     def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
         """What it keeps on this rank, by parameter."""
         # Asked each time: torch's `load_state_dict` puts another dictionary there.
-        return cast("Any", self._optimizer.state) if self.copied is None else self.copied
+        return cast("Any", self._stepping.state) if self.copied is None else self.copied
 
     @property
     def kind(self) -> str:
         """The name of the class that does the steps."""
-        return type(self._optimizer).__name__
+        return type(self._stepping).__name__
 
     def lines(self) -> list[Line]:
         """The lines of ranks over which it spreads its state; none where that is cut as its
@@ -108,7 +107,8 @@ class PlainOptimizer:
         """Make memory for what is saved and not there yet, and drop what is not saved; parameters
         that are not named are left as they are.
         """
-        known = {p: saved[names[p]] for p in self.parameters() if _name_of(names, p) in saved}
+        mine = [(p, _name_of(names, p)) for p in self.parameters() if self.keeps(p)]
+        known = {p: saved[name] for p, name in mine if name in saved}
         # Of most there is what is to be filled, and nothing else.
         left = {p: kept for p, kept in known.items() if not self._has_just(p, kept)}
         for parameter, kept in left.items():
@@ -144,8 +144,10 @@ class PlainOptimizer:
         """Take over the tensors that were filled, by parameter the values that are no tensors, and
         for each group the options that its parameters were saved with.
         """
-        for parameter in self.parameters():
-            for key, value in values.get(_name_of(names, parameter), {}).items():
+        mine = [p for p in self.parameters() if self.keeps(p)]
+        given = {p: kept for p in mine if (kept := values.get(_name_of(names, p)))}
+        for parameter, kept in given.items():
+            for key, value in kept.items():
                 if not arrays_in(value, key):  # those were made with their tensors
                     self.state[parameter][key] = put_tensors(value, no_tensor, key)
         for group in self._optimizer.param_groups:
@@ -155,7 +157,7 @@ class PlainOptimizer:
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        if any(type(kept.get("step")) in (int, float) for kept in values.values()):
+        if any(type(kept.get("step")) in (int, float) for kept in given.values()):
             # Torch counts steps in tensors, and makes one of a number when it loads.
             its = {"state": self._optimizer.state, "param_groups": self._optimizer.param_groups}
             self._optimizer.__setstate__(its)
@@ -302,22 +304,7 @@ class Zero1Optimizer(PlainOptimizer):
         # torch annotates little of what is asked of it here.
         self._zero = cast("Any", optimizer)
         self._zero._check_overlap_initialized()
-
-    @property
-    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        return cast("Any", self._zero.optim.state) if self.copied is None else self.copied
-
-    @staticmethod
-    def recognises(optimizer: Optimizer) -> bool:
-        """Whether it is one."""
-        # Whoever has one has imported it; importing it here would take a while, and warns.
-        module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-        return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
-
-    @property
-    def kind(self) -> str:
-        """The name of the class of the optimizer inside."""
-        return type(self._zero.optim).__name__
+        self._stepping = self._zero.optim
 
     def lines(self) -> list[Line]:
         """The ranks that share the parameters out among them."""
@@ -334,9 +321,6 @@ class Zero1Optimizer(PlainOptimizer):
         owner = self._zero._param_to_rank[parameter]
         return StateEntry(name, key, value, SharedOut(line.ranks, tuple(value.shape), owner))
 
-    def prepare(self, names: Names, saved: SavedState) -> None:
-        super().prepare(names, self._owned(names, saved))
-
     def absorb(
         self,
         names: Names,
@@ -344,13 +328,8 @@ class Zero1Optimizer(PlainOptimizer):
         values: Mapping[str, Mapping[str, Any]],
         options: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        super().absorb(names, entries, self._owned(names, values), options)
+        super().absorb(names, entries, values, options)
         self._zero._sync_param_groups(self._zero.param_groups, self._zero.optim.param_groups)
-
-    def _owned(self, names: Names, of_all: Mapping[str, T]) -> dict[str, T]:
-        """What this rank keeps of something by parameter."""
-        mine = {names[p] for p in self.parameters() if self.keeps(p)}
-        return {name: value for name, value in of_all.items() if name in mine}
 
 
 def fresh_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:

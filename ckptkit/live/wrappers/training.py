@@ -4,10 +4,11 @@ a pipeline that this rank has, its optimizers, and what has a `state_dict` of it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -129,7 +130,9 @@ def _optimizer(optimizer: object, model: Model | None) -> PlainOptimizer:
             value=type(optimizer).__name__,
             hint="pass torch optimizers; what has only state_dict() goes into state={…}",
         )
-    if Zero1Optimizer.recognises(optimizer):
+    # Whoever has one has imported it; importing it here would take a while, and warns.
+    zero1 = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero1 is not None and isinstance(optimizer, zero1.ZeroRedundancyOptimizer):
         return Zero1Optimizer(optimizer)
     if model is not None and any(map(has_fsdp1, model.submodules)):
         return fsdp1.FSDP1Optimizer(optimizer, model.modules)
@@ -157,28 +160,17 @@ def _check_stateful(name: str, value: object) -> None:
         )
 
 
-@runtime_checkable
-class HasModel(Protocol):
-    """What has a model that ranks have together, and the mesh that names its axes: a
-    `DistributedModel`, and what `as_distributed` returns.
-    """
-
-    @property
-    def model(self) -> Any:
-        """The wrapped module, or a pipeline's stages or schedule."""
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """None where the model's own tensors say it all."""
-
-
 class Model:
     """All modules whose state is saved below `model/`, under one set of names."""
 
     def __init__(self, model: object) -> None:
         self.mesh: DeviceMesh | None = None
         self.rules = HandCuts()
-        while isinstance(model, HasModel) and not isinstance(model, nn.Module):
+        # A `DistributedModel`, and what `as_distributed` returns: a module, stages or a schedule,
+        # and the mesh that names its axes; None where the model's own tensors say it all.
+        while (
+            not isinstance(model, nn.Module) and hasattr(model, "model") and hasattr(model, "mesh")
+        ):
             # Without the rules a part that was cut by hand would be taken for the whole.
             self.mesh, self.rules = model.mesh, getattr(model, "rules", self.rules)
             model = model.model
