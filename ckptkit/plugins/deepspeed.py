@@ -26,8 +26,7 @@ from ckptkit.checkpoint.places import Place
 from ckptkit.errors import NotFoundError, UnsupportedTypeError, UsageError
 from ckptkit.live import Checkpointer, Restored, StateMismatchError, load
 from ckptkit.live.state.entries import canonical_names, every_module, state_of
-from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.flat import as_dtensor
+from ckptkit.live.state.tensors import local_of, spread_as
 from ckptkit.plugins import Framework, extra_beside, opened
 from ckptkit.plugins.deepspeed_elements import ElementCut, HeldElements, Move, exchange
 
@@ -287,7 +286,7 @@ class EngineState:
             return rows
         whole = torch.empty(share.shape, device="meta")
         meta = TensorMeta(whole.shape, whole.stride(), dtype)
-        return as_dtensor(rows, DTensorSpec(self._rows_mesh, (Shard(0),), tensor_meta=meta))
+        return spread_as(rows, DTensorSpec(self._rows_mesh, (Shard(0),), tensor_meta=meta))
 
     def _mesh(self) -> DeviceMesh:
         """The mesh of the job; on the way, who shares out what is trained."""

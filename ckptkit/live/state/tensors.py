@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from isal import isal_zlib
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -71,7 +71,7 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorForm:
-        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        return cls(str(dtype_name(tensor.dtype)), tuple(tensor.shape))
 
     @classmethod
     def heard(cls, said: object) -> TensorForm:
@@ -116,9 +116,9 @@ def as_spread(value: torch.Tensor, parameter: object) -> torch.Tensor:
 
 
 def spread_as(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor that lies so, of which this rank has this memory."""
-    mesh, cuts, shape, stride = spec.mesh, spec.placements, spec.shape, spec.stride
-    return DTensor.from_local(local, mesh, cuts, run_check=False, shape=shape, stride=stride)
+    """The DTensor that lies so, of which this rank has this memory, wherever that is."""
+    meta = TensorMeta(spec.shape, spec.stride, local.dtype)
+    return DTensor(local, DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
 
 
 def as_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -231,9 +231,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 def parts_of_tensor(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors that this rank's part is made of; nothing for one that has its own elements."""
     local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(local) in (torch.Tensor, torch.nn.Parameter):
-        return {}
-    if not is_traceable_wrapper_subclass(local) or tensor.is_nested:
+    if type(local) in _USUAL or not is_traceable_wrapper_subclass(local) or tensor.is_nested:
         return {}
     names, _ = local.__tensor_flatten__()
     return {name: getattr(local, name) for name in names}
@@ -277,21 +275,17 @@ def pinned_memory(size: int) -> torch.Tensor:
         memory.madvise(mmap.MADV_DONTFORK)
     # Touched by all threads of torch: CUDA alone would do it page by page.
     found = torch.frombuffer(memory, dtype=torch.uint8).zero_()
-    memory.pin(found.data_ptr())
+    address, cuda = found.data_ptr(), torch.cuda.cudart()
+    torch.cuda.check_error(int(cuda.cudaHostRegister(address, len(memory), _PORTABLE)))
+    memory.unpin = partial(cuda.cudaHostUnregister, address)
     return found[:size]
 
 
 class _Pinned(mmap.mmap):
     """Memory that CUDA knows for as long as it exists."""
 
-    _unpin: Callable[[], object] | None = None
-
-    def pin(self, address: int) -> None:
-        """Keep its pages where they are."""
-        cuda = torch.cuda.cudart()
-        torch.cuda.check_error(int(cuda.cudaHostRegister(address, len(self), _PORTABLE)))
-        self._unpin = partial(cuda.cudaHostUnregister, address)
+    unpin: Callable[[], object] | None = None
 
     def __del__(self) -> None:
-        if self._unpin is not None:
-            self._unpin()
+        if self.unpin is not None:
+            self.unpin()

@@ -23,10 +23,9 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.format.leaves import dumps
-from ckptkit.live.state.entries import SharedOut, canonical_names, every_module
-from ckptkit.live.state.ranks import GroupRanks, World, all_gather_single
-from ckptkit.live.state.tensors import local_of
+from ckptkit.live.state.entries import canonical_names, every_module
+from ckptkit.live.state.ranks import all_gather_single
+from ckptkit.live.state.tensors import local_of, spread_as
 
 JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
 """Of a mesh of FSDP1 and one of tensor parallelism: that of both. Made once, it takes a while."""
@@ -157,15 +156,6 @@ class Flat:
             found[piece.name] = full[piece.first : piece.first + piece.count]
         return found
 
-    def described(
-        self, piece: FlatSlice, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, SharedOut | None]:
-        """Rows of a piece, and how ranks share it out if the rows do not say it themselves."""
-        if piece.cut is not None:
-            return as_dtensor(rows, piece.cut), None
-        ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
-        return rows, SharedOut(tuple(ranks), piece.shape)
-
 
 def has_fsdp1(submodules: Sequence[nn.Module]) -> bool:
     """Whether FSDP1 wraps any of these."""
@@ -185,10 +175,13 @@ def flats_of(module: nn.Module) -> list[Flat]:
     paths: dict[nn.Module, list[str]] = {}
     for path, each in module.named_modules(remove_duplicate=False):
         paths.setdefault(each, []).append(path)
+
+    def names(module: nn.Module, name: str) -> list[str]:
+        return [canonical(f"{path}.{name}" if path else name) for path in paths[module]]
+
     joined: JoinedMeshes = {}
     units = FullyShardedDataParallel.fsdp_modules(module)
-    units = [unit for unit in units if unit._handle is not None]
-    return [_flat(unit, joined, paths, canonical) for unit in units]
+    return [_flat(unit, joined, names) for unit in units if unit._handle is not None]
 
 
 def cut_before(submodules: Sequence[nn.Module]) -> list[DTensorSpec]:
@@ -224,12 +217,6 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 or names is None else mesh[names[-1]]
 
 
-def as_dtensor(rows: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Rows in their own memory, wherever that is, as what all ranks have together."""
-    meta = TensorMeta(spec.shape, spec.stride, rows.dtype)
-    return DTensor(rows, DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
-
-
 class RowExtensions(DTensorExtensions):
     """Cuts state dicts into rows of what tensor parallelism has left to a rank, and puts these
     together. Where FSDP has a part of a mesh, torch cuts what tensor parallelism repeats along the
@@ -256,7 +243,7 @@ class RowExtensions(DTensorExtensions):
             meta = TensorMeta(local.shape, local.stride(), local.dtype)
             spec = DTensorSpec(shard_mesh(device_mesh), (Shard(0),), tensor_meta=meta)
         rows = rows_of(local, rank, self._group.size())
-        return as_dtensor(rows.clone(memory_format=torch.contiguous_format), spec)
+        return spread_as(rows.clone(memory_format=torch.contiguous_format), spec)
 
     def all_gather_dtensor(
         self,
@@ -278,32 +265,18 @@ class RowExtensions(DTensorExtensions):
         return found.view(len(mine) * ranks, *shape[1:])[: shape[0]]
 
 
-def _flat(
-    unit: Any,
-    joined: JoinedMeshes,
-    paths: Mapping[nn.Module, list[str]],
-    canonical: Callable[[str], str],
-) -> Flat:
+def _flat(unit: Any, joined: JoinedMeshes, names: Callable[[nn.Module, str], list[str]]) -> Flat:
     handle = unit._handle
     parameter = handle.flat_param
     group = handle.process_group if handle.uses_sharded_strategy else None
-
-    def names(module: nn.Module, name: str) -> list[str]:
-        return [canonical(f"{path}.{name}" if path else name) for path in paths[module]]
-
     known = [names(info.module, info.param_name) for info in parameter._param_infos]
     for tied in parameter._shared_param_infos:
         first = names(tied.prim_module, tied.prim_param_name)[0]
         of = next(each for each in known if each[0] == first)
         of += [name for name in names(tied.module, tied.param_name) if name not in of]
-    numels = parameter._numels_with_padding
-    starts = [
-        end - numel
-        for end, numel, padding in zip(
-            accumulate(numels), numels, parameter._is_padding_mask, strict=True
-        )
-        if not padding
-    ]
+    begins = accumulate(parameter._numels_with_padding, initial=0)
+    pairs = zip(begins, parameter._is_padding_mask, strict=False)
+    starts = [begin for begin, is_padding in pairs if not is_padding]
     views = parameter._params or [None] * len(known)
     cut = [each[0] for each, s in zip(known, parameter._param_extensions, strict=True) if s]
     if cut and group is None and parameter._params:
@@ -313,29 +286,24 @@ def _flat(
             hint="torch refuses its first forward pass; DistributedDataParallel goes around "
             "DTensors, and FULL_SHARD cuts them",
         )
-    cuts = [
-        spec
-        if spec is None or group is None
-        else cut_further(spec, unit._device_mesh, joined, each[0])
-        for each, spec in zip(known, parameter._param_extensions, strict=True)
-    ]
-    described = zip(
+    slices = []
+    for (name, *also), shape, stride, spec, start, own, view in zip(
         known,
         parameter._shapes,
         parameter._strides,
-        cuts,
+        parameter._param_extensions,
         starts,
         parameter._shard_param_infos,
         views,
         strict=True,
-    )
-    slices = tuple(
-        FlatSlice(
-            name=each[0],
-            also=tuple(each[1:]),
+    ):
+        further = spec is not None and group is not None
+        piece = FlatSlice(
+            name=name,
+            also=tuple(also),
             shape=tuple(shape),
             stride=tuple(stride),
-            cut=spec,
+            cut=cut_further(spec, unit._device_mesh, joined, name) if further else spec,
             start=start,
             first=own.intra_param_start_idx or 0,
             count=own.numel_in_shard or 0,
@@ -343,9 +311,8 @@ def _flat(
             holder=parameter if view is None else view,
             is_view=view is not None,
         )
-        for each, shape, stride, spec, start, own, view in described
-    )
-    return Flat(parameter, slices, group, handle.device)
+        slices.append(piece)
+    return Flat(parameter, tuple(slices), group, handle.device)
 
 
 def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -354,23 +321,6 @@ def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     # As bytes: not every backend knows every dtype.
     all_gather_single(found.view(torch.uint8), mine.view(torch.uint8), group=group)
     return found
-
-
-def told_to_all(value: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """What each rank of a group has to say, in plain values; what one cannot say all raise. It goes
-    by way of the device that FSDP communicates with.
-    """
-    problem = ""
-    try:
-        dumps(value)
-    except UnsupportedTypeError as error:
-        problem, value = str(error), None
-    ranks = GroupRanks(World(group.rank(), group.size()), group, device)
-    heard = ranks.agree([problem, value], list)
-    for rank, (problem, _) in zip(dist.get_process_group_ranks(group), heard, strict=True):
-        if problem:
-            raise UnsupportedTypeError(f"rank {rank}: {problem}")
-    return [said for _, said in heard]
 
 
 def height(rows: int, ranks: int) -> int:

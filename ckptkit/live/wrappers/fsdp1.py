@@ -30,6 +30,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from ckptkit.errors import UnsupportedTypeError
+from ckptkit.format.leaves import dumps
 from ckptkit.live.state.entries import (
     Line,
     ModelEntry,
@@ -43,7 +44,8 @@ from ckptkit.live.state.entries import (
     line_of,
     state_of,
 )
-from ckptkit.live.state.tensors import dtype_name, local_of, parts_of_tensor
+from ckptkit.live.state.ranks import GroupRanks, World
+from ckptkit.live.state.tensors import dtype_name, local_of, parts_of_tensor, spread_as
 from ckptkit.live.state.trees import no_tensor, put_tensors, take_tensors, tensors_inline
 from ckptkit.live.wrappers.flat import (
     Flat,
@@ -52,7 +54,6 @@ from ckptkit.live.wrappers.flat import (
     RowExtensions,
     flats_of,
     fsdp1_units,
-    told_to_all,
 )
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, step_without_effect
 
@@ -122,14 +123,12 @@ def entries(submodules: Sequence[nn.Module]) -> list[ModelEntry]:
             is_parameter = name in parameters or isinstance(value, nn.Parameter)
             if not isinstance(value, ShardedTensor):
                 # FSDP keeps alike what it has flattened: with other parameters it does nothing.
-                is_kept = name in parameters
-                entry = ModelEntry(name, value, is_parameter, source=(key, None))
-                found[name] = entry._replace(is_kept_alike=is_kept)
+                kept = name in parameters
+                found[name] = ModelEntry(name, value, is_parameter, None, (key, None), kept)
                 continue
             shards, shape = value.local_shards(), tuple(value.size())
-            local = torch.empty((0, *shape[1:]), dtype=value.dtype)
-            if shards:
-                local = shards[0].tensor
+            none = torch.empty((0, *shape[1:]), dtype=value.dtype)
+            local = shards[0].tensor if shards else none
             ranks = dist.get_process_group_ranks(value._process_group)
             shared = SharedOut(tuple(ranks), shape)
             found[name] = ModelEntry(name, local, is_parameter, shared, (key, value))
@@ -222,9 +221,7 @@ class FlatPart:
 
     def take(self, entries: Sequence[StateEntry], values: dict[str, Any]) -> None:
         """Take over the rows, filled, and the values. A collective."""
-        whole = {e.key: e.value for e in entries if not _is_rows(e)}
-        self.adapter._absorb_rows(self.flat, list(filter(_is_rows, entries)))
-        self.adapter._absorb_values(self.flat, {self.name: whole | values})
+        self.adapter._absorb_flat(self.flat, entries, {self.name: values})
 
 
 class FSDP1Optimizer(PlainOptimizer):
@@ -292,17 +289,7 @@ class FSDP1Optimizer(PlainOptimizer):
         super().absorb({**names, **self._whole}, entries, values, options)
         for flat in self._flats:
             own = {piece.name for piece in flat.slices}
-            mine = [entry for entry in entries if entry.parameter in own]
-            self._absorb_rows(flat, list(filter(_is_rows, mine)))
-            given: dict[str, dict[str, Any]] = {}
-            for entry in mine:
-                kept = None if self._saved is None else self._saved.get(entry.parameter, {})
-                # What the step does not have keeps the value that is here.
-                if not _is_rows(entry) and (kept is None or entry.key in kept):
-                    given.setdefault(entry.parameter, {})[entry.key] = entry.value
-            for name in own:
-                given.setdefault(name, {}).update(values.get(name, {}))
-            self._absorb_values(flat, given)
+            self._absorb_flat(flat, [e for e in entries if e.parameter in own], values)
 
     def parameters(self) -> list[nn.Parameter]:
         shared = {piece.holder for flat in self._flats for piece in flat.slices}
@@ -319,9 +306,19 @@ class FSDP1Optimizer(PlainOptimizer):
             if flat.keeps_originals and flat.group is not None:
                 groups.setdefault(flat.group, []).append(number)
         for group, numbers in groups.items():
-            mine = [tensors_inline(found[number]) for number in numbers]
-            heard = told_to_all(mine, group, flats[numbers[0]].device)
-            for number, *of_ranks in zip(numbers, *heard, strict=True):
+            # No rank can leave a collective: what one cannot say all raise.
+            problem, mine = "", [tensors_inline(found[number]) for number in numbers]
+            try:
+                dumps(mine)
+            except UnsupportedTypeError as error:
+                problem, mine = str(error), []
+            # By way of the device that FSDP communicates with.
+            world, device = World(group.rank(), group.size()), flats[numbers[0]].device
+            heard = GroupRanks(world, group, device).agree([problem, mine], list)
+            for rank, (problem, _) in zip(dist.get_process_group_ranks(group), heard, strict=True):
+                if problem:
+                    raise UnsupportedTypeError(f"rank {rank}: {problem}")
+            for number, *of_ranks in zip(numbers, *(said for _, said in heard), strict=True):
                 together: _KeptByName = {}
                 for kept in of_ranks:  # of each value what the first rank says that has it
                     for name, by_key in put_tensors(kept, no_tensor, "a rank").items():
@@ -360,6 +357,7 @@ class FSDP1Optimizer(PlainOptimizer):
                     own = value.clone() if torch.is_tensor(value) else value
                     found.append(StateEntry(name, key, own))
         known = {piece.name: piece for piece in flat.slices}
+        ranks = () if flat.group is None else tuple(dist.get_process_group_ranks(flat.group))
         for (key, dtype), names in sorts.items():
             here = {
                 piece.name: piece.within(self.state[parameter][key])
@@ -368,7 +366,13 @@ class FSDP1Optimizer(PlainOptimizer):
                 if piece.name in names
             }
             rows = flat.rows(names, here, getattr(torch, dtype))
-            found += [StateEntry(n, key, *flat.described(known[n], rows[n])) for n in names]
+            for name in names:
+                piece = known[name]
+                if piece.cut is not None:  # then the rows say themselves how they lie
+                    found.append(StateEntry(name, key, spread_as(rows[name], piece.cut)))
+                else:
+                    shared = SharedOut(ranks, piece.shape)
+                    found.append(StateEntry(name, key, rows[name], shared))
         return found
 
     def _make_room(
@@ -405,24 +409,38 @@ class FSDP1Optimizer(PlainOptimizer):
         if not wanted and not state:
             self.state.pop(parameter, None)
 
-    def _absorb_rows(self, flat: Flat, entries: Sequence[StateEntry]) -> None:
+    def _absorb_flat(
+        self,
+        flat: Flat,
+        entries: Sequence[StateEntry],
+        values: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Take over what is kept for a flat parameter: rows, and by parameter the values, among
+        which are entries that have one for all of it. A collective.
+        """
         sorts: dict[tuple[str, torch.dtype], dict[str, torch.Tensor]] = {}
+        given: dict[str, dict[str, Any]] = {}
         for entry in entries:
-            own_rows = local_of(entry.value)
-            sorts.setdefault((entry.key, own_rows.dtype), {})[entry.parameter] = own_rows
-        for (key, _), rows in sorts.items():
-            elements = flat.elements(rows)
-            for parameter, pieces in flat.holders().items():
+            kept = None if self._saved is None else self._saved.get(entry.parameter, {})
+            if torch.is_tensor(entry.value) and entry.value.ndim > 0:
+                rows = local_of(entry.value)
+                sorts.setdefault((entry.key, rows.dtype), {})[entry.parameter] = rows
+            elif kept is None or entry.key in kept:
+                # What the step does not have keeps the value that is here.
+                given.setdefault(entry.parameter, {})[entry.key] = entry.value
+        holders = flat.holders().items()
+        for (key, _), rows_by_name in sorts.items():
+            elements = flat.elements(rows_by_name)
+            for parameter, pieces in holders:
                 for piece in pieces:
                     if piece.name in elements:
                         own = piece.within(self.state[parameter][key])
                         own.copy_(elements[piece.name])
-
-    def _absorb_values(self, flat: Flat, given: Mapping[str, Mapping[str, Any]]) -> None:
-        for parameter, pieces in flat.holders().items():
+        for parameter, pieces in holders:
             known: dict[str, Any] = {}
             for piece in pieces:
-                for key, value in given.get(piece.name, {}).items():
+                mine = {**given.get(piece.name, {}), **values.get(piece.name, {})}
+                for key, value in mine.items():
                     first = known.setdefault(key, value)
                     both = torch.is_tensor(first) and torch.is_tensor(value)
                     if not (torch.equal(first, value) if both else bool(first == value)):
@@ -438,11 +456,6 @@ class FSDP1Optimizer(PlainOptimizer):
                     self.state[parameter][key].copy_(value)
                 else:
                     self.state[parameter][key] = value
-
-
-def _is_rows(entry: StateEntry) -> bool:
-    """Whether it has elements of a parameter, and is not one value for all of it."""
-    return torch.is_tensor(entry.value) and entry.value.ndim > 0
 
 
 def _in_a_container(name: str, key: str) -> UnsupportedTypeError:
