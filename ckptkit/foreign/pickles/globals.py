@@ -39,84 +39,54 @@ STORAGES = {
 """Torch's classes of storages, with our names for their elements."""
 
 _CHECKPOINT = "torch.distributed.checkpoint"
-_SHARDED = "torch.distributed._shard.sharded_tensor"
+_SHARDED = "torch.distributed._shard"
+_PLACEMENTS = "Shard Replicate _StridedShard Partial _Partial"
+_CLASSES = {
+    "torch": "Tensor",
+    "torch._tensor": "_rebuild_from_type_v2",
+    "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter "
+    "_rebuild_parameter_with_state _rebuild_wrapper_subclass",
+    "torch.nn.parameter": "Parameter",
+    "numpy": "dtype ndarray",
+    "numpy.core.multiarray": "scalar _reconstruct",
+    "numpy._core.multiarray": "scalar _reconstruct",
+    # Of DCP.
+    f"{_CHECKPOINT}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata StorageMeta "
+    "ChunkStorageMetadata TensorProperties MetadataIndex _MEM_FORMAT_ENCODING",
+    f"{_CHECKPOINT}.filesystem": "_StorageInfo",
+    # Of tensors that are spread over ranks.
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed._tensor.api": "DTensor",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
+    "torch.distributed._tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
+    "torch.distributed.tensor.placement_types": _PLACEMENTS,
+    "torch.distributed._tensor.placement_types": f"{_PLACEMENTS} DTensorSpec TensorMeta",
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
+    f"{_SHARDED}.metadata": "ShardMetadata",
+    f"{_SHARDED}.sharded_tensor.api": "ShardedTensor ShardedTensor.ProcessGroupState",
+    f"{_SHARDED}.sharded_tensor.shard": "Shard",
+    f"{_SHARDED}.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties "
+    "MEM_FORMAT_ENCODING",
+    f"{_SHARDED}.sharding_spec": "ChunkShardingSpec EnumerableShardingSpec",
+    f"{_SHARDED}.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    f"{_SHARDED}.sharding_spec.api": "EnumerableShardingSpec",
+    "torch.distributed.remote_device": "_remote_device",
+    # Of DeepSpeed.
+    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment": "fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint": "SubparamShape",
+    # Of Megatron: what it saves beside tensors.
+    "argparse": "Namespace",
+    "types": "SimpleNamespace",
+    "signal": "Signals",
+    "_io": "BytesIO",
+    "numpy.dtypes": "UInt32DType",
+    f"{_CHECKPOINT}.planner": "SavePlan WriteItem WriteItemType TensorWriteData",
+}
 CALLS = frozenset(
-    [
-        *(
-            f"torch._utils._rebuild_{what}"
-            for what in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
-        ),
-        "torch._tensor._rebuild_from_type_v2",
-        "torch._utils._rebuild_wrapper_subclass",
-        "torch.nn.parameter.Parameter",
-        "torch.Tensor",
-        "numpy.dtype",
-        "numpy.ndarray",
-        *(
-            f"numpy.{module}.multiarray.{name}"
-            for module in ("core", "_core")
-            for name in ("scalar", "_reconstruct")
-        ),
-        # Of DCP.
-        *(
-            f"{_CHECKPOINT}.metadata.{name}"
-            for name in (
-                *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta"),
-                *("ChunkStorageMetadata", "TensorProperties", "MetadataIndex"),
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        f"{_CHECKPOINT}.filesystem._StorageInfo",
-        # Of tensors that are spread over ranks.
-        "torch.distributed.tensor.DTensor",
-        "torch.distributed._tensor.api.DTensor",
-        *(
-            f"torch.distributed.{module}._dtensor_spec.{name}"
-            for module in ("tensor", "_tensor")
-            for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
-        ),
-        "torch.distributed._tensor.placement_types.DTensorSpec",
-        "torch.distributed._tensor.placement_types.TensorMeta",
-        *(
-            f"torch.distributed.{module}.placement_types.{name}"
-            for module in ("tensor", "_tensor")
-            for name in ("Shard", "Replicate", "_StridedShard", "Partial", "_Partial")
-        ),
-        "torch.distributed.device_mesh.DeviceMesh",
-        "torch.distributed._mesh_layout._MeshLayout",
-        "torch.distributed._mesh_layout._FlatLayout",
-        f"{_SHARDED}.api.ShardedTensor",
-        f"{_SHARDED}.api.ShardedTensor.ProcessGroupState",
-        f"{_SHARDED}.shard.Shard",
-        f"{_SHARDED}.metadata.ShardedTensorMetadata",
-        f"{_SHARDED}.metadata.TensorProperties",
-        f"{_SHARDED}.metadata.MEM_FORMAT_ENCODING",
-        "torch.distributed._shard.metadata.ShardMetadata",
-        *(
-            f"torch.distributed._shard.sharding_spec.{name}"
-            for name in (
-                *("chunk_sharding_spec.ChunkShardingSpec", "api.EnumerableShardingSpec"),
-                *("ChunkShardingSpec", "EnumerableShardingSpec"),
-            )
-        ),
-        "torch.distributed.remote_device._remote_device",
-        # Of DeepSpeed.
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
-        # Of Megatron: what it saves beside tensors.
-        "argparse.Namespace",
-        "types.SimpleNamespace",
-        "signal.Signals",
-        "_io.BytesIO",
-        "numpy.dtypes.UInt32DType",
-        *(
-            f"{_CHECKPOINT}.planner.{name}"
-            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
-        ),
-    ]
+    f"{module}.{name}" for module, names in _CLASSES.items() for name in names.split()
 )
 CALLS_BELOW = "megatron."
 """Classes of this package are calls that are told, too: which ones a training script has among its
@@ -128,7 +98,7 @@ ALIASES = {
     "pathlib._local": "pathlib",
 }
 # A class inside of a class: what torch.save asks `getattr` for, and the only thing that it may.
-_INNER = (f"{_SHARDED}.api.ShardedTensor", "ProcessGroupState")
+_INNER = (f"{_SHARDED}.sharded_tensor.api.ShardedTensor", "ProcessGroupState")
 
 
 @dataclass(frozen=True, slots=True)
