@@ -194,6 +194,9 @@ class _Interpreter:
     def text(self, length: int) -> None:
         self.long(self.take(length).decode("utf-8", "surrogatepass"), length)
 
+    def raw(self, length: int) -> None:
+        self.long(self.take(length), length)
+
     def long(self, value: Any, length: int) -> None:
         if length > _LONG:
             self.known[id(value)] = (value, length // _ITEM_BYTES, 0)
@@ -269,7 +272,8 @@ class _Interpreter:
             return key
         raise self.refuse("a key of a map that cannot be one", type(key).__name__)
 
-    def put(self, target: Any, pairs: list[Any]) -> None:
+    def put(self, pairs: list[Any]) -> None:
+        target = self.stack[-1]
         if len(pairs) % 2:
             raise ValueError("a key without a value")
         keys = [key if type(key) is str else self.key(key, target) for key in pairs[::2]]
@@ -281,7 +285,8 @@ class _Interpreter:
         else:
             raise ValueError("items are put into what is no map")
 
-    def extend(self, target: Any, values: list[Any]) -> None:
+    def extend(self, values: list[Any]) -> None:
+        target = self.stack[-1]
         self.grow(target, values)
         if type(target) is list:
             target += values
@@ -307,7 +312,9 @@ class _Interpreter:
                 hint="nothing of it was run; save the tensors without that object",
             )
 
-    def call(self, called: Any, args: Any) -> None:
+    def call(self) -> None:
+        args = self.stack.pop()
+        called = self.stack.pop()
         if type(called) is not Global or type(args) is not tuple:
             raise ValueError("what is called is no global")
         if called.name in CALLS or called.name.startswith(CALLS_BELOW):
@@ -360,7 +367,7 @@ class _Interpreter:
     def dict_of(self) -> None:
         pairs = self.marked()
         self.push({})
-        self.put(self.stack[-1], pairs)
+        self.put(pairs)
 
     def frozen_set(self) -> None:
         values = self.marked()
@@ -390,38 +397,15 @@ class _Interpreter:
         parts = self.marked()
         self.push(tuple(parts), parts)
 
-    def append(self) -> None:
-        value = self.stack.pop()
-        self.extend(self.stack[-1], [value])
-
-    def appends(self) -> None:
-        values = self.marked()
-        self.extend(self.stack[-1], values)
-
     def set_item(self) -> None:
         value = self.stack.pop()
         key = self.stack.pop()
-        self.put(self.stack[-1], [key, value])
-
-    def set_items(self) -> None:
-        pairs = self.marked()
-        self.put(self.stack[-1], pairs)
-
-    def named(self) -> None:
-        self.find(self.line(), self.line())
-
-    def named_on_stack(self) -> None:
-        name = self.stack.pop()
-        self.find(self.stack.pop(), name)
-
-    def reduce(self) -> None:
-        args = self.stack.pop()
-        self.call(self.stack.pop(), args)
+        self.put([key, value])
 
     def new_with_keywords(self) -> None:
         if self.stack.pop():
             raise ValueError("keywords are passed")
-        self.reduce()
+        self.call()
 
     def marked_list(self) -> None:
         made = self.marked()
@@ -440,14 +424,6 @@ def _short_text(it: _Interpreter) -> None:
     it.long(text, length)
     if data[end] == _MEMOIZE:
         it.value_of(text)
-
-
-def _byte_string(length: int) -> Callable[[_Interpreter], None]:
-    def action(it: _Interpreter) -> None:
-        raw = it.take(it.number(length))
-        it.long(raw, len(raw))
-
-    return action
 
 
 _STOP, _BUILD, _GET, _GET_LONG, _SMALL_NUMBER, _MEMOIZE = (*b".bhjK", 0x94)
@@ -472,27 +448,27 @@ _ACTIONS: dict[int, Callable[[_Interpreter], object]] = {
     0x8D: lambda it: it.text(it.number(8)),
     ord("U"): lambda it: it.text(it.number(1)),
     ord("T"): lambda it: it.text(it.number(4)),
-    ord("C"): _byte_string(1),
-    ord("B"): _byte_string(4),
-    **dict.fromkeys((0x8E, 0x96), _byte_string(8)),
+    ord("C"): lambda it: it.raw(it.number(1)),
+    ord("B"): lambda it: it.raw(it.number(4)),
+    **dict.fromkeys((0x8E, 0x96), lambda it: it.raw(it.number(8))),
     ord(")"): lambda it: it.stack.append(()),
     **{0x84 + n: partial(_Interpreter.tuple_of, count=n) for n in (1, 2, 3)},
     ord("t"): _Interpreter.marked_tuple,
     ord("]"): lambda it: it.push([]),
     ord("l"): _Interpreter.marked_list,
-    ord("a"): _Interpreter.append,
-    **dict.fromkeys((ord("e"), 0x90), _Interpreter.appends),
+    ord("a"): lambda it: it.extend([it.stack.pop()]),
+    **dict.fromkeys((ord("e"), 0x90), lambda it: it.extend(it.marked())),
     ord("}"): lambda it: it.push({}),
     ord("d"): _Interpreter.dict_of,
     ord("s"): _Interpreter.set_item,
-    ord("u"): _Interpreter.set_items,
+    ord("u"): lambda it: it.put(it.marked()),
     0x8F: lambda it: it.push(set()),
     0x91: _Interpreter.frozen_set,
     ord("q"): lambda it: it.memoize(it.number(1)),
     ord("r"): lambda it: it.memoize(it.number(4)),
-    ord("c"): _Interpreter.named,
-    0x93: _Interpreter.named_on_stack,
-    **dict.fromkeys((ord("R"), 0x81), _Interpreter.reduce),
+    ord("c"): lambda it: it.find(it.line(), it.line()),
+    0x93: lambda it: it.find(name=it.stack.pop(), module=it.stack.pop()),
+    **dict.fromkeys((ord("R"), 0x81), _Interpreter.call),
     0x92: _Interpreter.new_with_keywords,
     ord("b"): _Interpreter.build,
     ord("Q"): _Interpreter.persist,
