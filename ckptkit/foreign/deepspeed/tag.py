@@ -34,8 +34,8 @@ from ckptkit.foreign.deepspeed.model_parallel import (
 )
 from ckptkit.foreign.deepspeed.zero import (
     Zero,
+    frozen_of,
     groups_of,
-    pieces_of,
     read_zero,
     shapes_by_fragments,
     shapes_of,
@@ -285,7 +285,7 @@ def _read_stages(
         check_copies(folder, copied, module)
     model.stages = {n: stage for n, stage in model.stages.items() if n not in several}
     model.buffers = {each for name in model.buffers for each in experts.alike(name)}
-    _add_the_rest(model, module, weights | _frozen(first), experts, first)
+    _add_the_rest(model, module, weights | frozen_of(first), experts, first)
     return model
 
 
@@ -322,20 +322,6 @@ def _add_the_rest(
         same = [other[name] for other in others if isinstance(other, dict) and name in other]
         if any(getattr(other, "content", None) != value.content for other in same):
             model.of_rank_0.add(name)
-
-
-def _frozen(part: ModelPart) -> dict[str, StateTensor]:
-    """The parameters that the optimizer has not, where ranks have cut them."""
-    said = part.tree.get("frozen_param_shapes") if part.stage == 3 else None
-    found: dict[str, StateTensor] = {}
-    for name, shape in shapes_of([said or {}], part.where)[0].items():
-        by_rank = [each.get("frozen_param_fragments") for each in part.models]
-        pieces = [each.get(name) if isinstance(each, dict) else None for each in by_rank]
-        parts = [each for each in pieces if isinstance(each, StateTensor)]
-        if len(parts) < len(pieces):
-            raise FormatError(f"not a part of {name} for each rank", where=part.where)
-        found[name] = pieces_of(name, shape, parts, part.where)
-    return found
 
 
 def _as_step(

@@ -73,8 +73,8 @@ def read_zero(
     experts: SharedExperts,
 ) -> Zero:
     """What is in the optimizer's files of all ranks of data parallelism."""
-    files, stage = part.optimizers, part.stage
-    pieces = [read_piece(where, said, part, experts.teams) for where, said in files]
+    places, stage = [where for where, _ in part.optimizers], part.stage
+    pieces = [read_piece(where, said, part, experts.teams) for where, said in part.optimizers]
     for piece in pieces[1:]:
         if len(piece.weights) != len(pieces[0].weights):
             raise FormatError(
@@ -100,8 +100,9 @@ def read_zero(
     found = Zero()
     if isinstance(scaler := pieces[0].said.get("loss_scaler"), Placeholder):
         found.scaler = scaler.fields()
+    paddings: list[list[tuple[int, int, int]]] = []
     if stage == 3:
-        parameters = _by_parameters(shapes, pieces, experts)
+        parameters, paddings = _by_parameters(shapes, pieces, experts)
     else:
         parameters = _by_rows(shapes, pieces, experts, reordered=part.reordered)
     rows = [states_of_row(row, pieces, found.left_out) for row in range(len(pieces[0].weights))]
@@ -116,14 +117,12 @@ def read_zero(
         )
     }
     if stage == 3:
-        check_paddings(
-            folder, _paddings(shapes, pieces), [*cut.values()], [p.where for p in pieces]
-        )
+        check_paddings(folder, paddings, [*cut.values()], places)
     weights = [piece.weights for piece in pieces]
     for name, parameter in parameters.items():
-        found.weights[name] = _tensor(name, parameter, weights, pieces)
+        found.weights[name] = _tensor(name, parameter, weights, places)
         states = {
-            key: _tensor(f"{name}/{key}", parameter, cut[key], pieces)
+            key: _tensor(f"{name}/{key}", parameter, cut[key], places)
             if type(said) is ByRank
             else said
             for key, said in rows[parameter.row].items()
@@ -207,25 +206,32 @@ def shapes_by_fragments(
     return shapes
 
 
-def pieces_of(
-    name: str, shape: tuple[int, ...], ranks: Sequence[StateTensor], where: str
-) -> StateTensor:
-    """A tensor of which each rank has a part of its own, one after the other, as stage 3 cuts."""
-    numel = math.prod(shape)
-    part = -(-numel // len(ranks))
-    if any(each.shape != (part,) for each in ranks):
-        raise FormatError(
-            f"the parts of {name} are not {part} elements each",
-            where=where,
-            value=[each.shape for each in ranks][:8],
-            hint=MIXED,
-        )
-    runs = tuple(
-        _Run(rank, 0, 0, rank * part, min(part, numel - rank * part))
-        for rank in range(len(ranks))
-        if rank * part < numel
-    )
-    return _tensor(name, _Parameter(shape, runs, 0), [[each] for each in ranks], where)
+def frozen_of(part: ModelPart) -> dict[str, StateTensor]:
+    """The parameters that the optimizer has not, where ranks have cut them: as stage 3 does, each
+    has a part of its own, one after the other.
+    """
+    said = part.tree.get("frozen_param_shapes") if part.stage == 3 else None
+    found: dict[str, StateTensor] = {}
+    for name, shape in shapes_of([said or {}], part.where)[0].items():
+        by_rank = [each.get("frozen_param_fragments") for each in part.models]
+        told = [each.get(name) if isinstance(each, dict) else None for each in by_rank]
+        pieces = [each for each in told if isinstance(each, StateTensor)]
+        if len(pieces) < len(told):
+            raise FormatError(f"not a part of {name} for each rank", where=part.where)
+        numel = math.prod(shape)
+        count = -(-numel // len(pieces))
+        if any(each.shape != (count,) for each in pieces):
+            raise FormatError(
+                f"the parts of {name} are not {count} elements each",
+                where=part.where,
+                value=[each.shape for each in pieces][:8],
+                hint=MIXED,
+            )
+        begins = enumerate(range(0, numel, max(1, count)))
+        runs = tuple(_Run(rank, 0, 0, at, min(count, numel - at)) for rank, at in begins)
+        places = [part.where] * len(pieces)
+        found[name] = _tensor(name, _Parameter(shape, runs, 0), [[it] for it in pieces], places)
+    return found
 
 
 def _by_rows(
@@ -327,9 +333,10 @@ def _by_parameters(
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
     pieces: Sequence[RankPieces],
     experts: SharedExperts,
-) -> dict[str, _Parameter]:
+) -> tuple[dict[str, _Parameter], list[list[tuple[int, int, int]]]]:
     """Where the elements of each parameter are, as stage 3 cuts: its part of a rank may begin in
-    one row and end in the next.
+    one row and end in the next. And of each rank where it has nothing of a parameter: (row, start,
+    count).
     """
     lengths = pieces[0].lengths
     for piece in pieces[1:]:
@@ -342,6 +349,7 @@ def _by_parameters(
             )
     starts = [0, *accumulate(lengths)]
     found: dict[str, _Parameter] = {}
+    paddings: list[list[tuple[int, int, int]]] = [[] for _ in pieces]
     at = row = 0
     for number, names in enumerate(shapes):
         teams = pieces[0].teams_of(number, len(pieces))
@@ -351,21 +359,20 @@ def _by_parameters(
             while row < len(lengths) and starts[row + 1] <= at:
                 row += 1
             for each, team in enumerate(teams):
-                runs = tuple(
-                    run
-                    for n, rank in enumerate(team)
-                    for run in _crossing(
-                        rank, n * part, at, min(part, numel - n * part), row, starts
-                    )
-                )
-                mine = _Parameter(shape, runs, row)
+                runs: list[_Run] = []
+                for n, rank in enumerate(team):
+                    count = max(0, min(part, numel - n * part))
+                    runs += _crossing(rank, n * part, at, count, row, starts)
+                    rest = _crossing(rank, 0, at + count, part - count, row, starts)
+                    paddings[rank] += [(run.row, run.start, run.count) for run in rest]
+                mine = _Parameter(shape, tuple(runs), row)
                 _add(found, experts, mine, name, (each, len(teams)), pieces[0].where)
             at += part
         if len(teams) > 1 and at != starts[number + 1]:
             raise _other_count(number, at, starts[number + 1], pieces[0].where)
     if at != starts[-1]:
         raise _other_count(None, at, starts[-1], pieces[0].where)
-    return found
+    return found, paddings
 
 
 def _crossing(
@@ -377,28 +384,6 @@ def _crossing(
         if some:
             yield _Run(rank, row, at - starts[row], begin, some)
         at, begin, count, row = at + some, begin + some, count - some, row + 1
-
-
-def _paddings(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], pieces: Sequence[RankPieces]
-) -> list[list[tuple[int, int, int]]]:
-    """Of each rank where it has nothing of a parameter, as stage 3 cuts: (row, start, count)."""
-    lengths = pieces[0].lengths
-    starts = [0, *accumulate(lengths)]
-    found: list[list[tuple[int, int, int]]] = [[] for _ in pieces]
-    at = row = 0
-    for number, names in enumerate(shapes):
-        teams = pieces[0].teams_of(number, len(pieces))
-        for numel in map(math.prod, names.values()):
-            part = -(-numel // len(teams[0]))
-            while row < len(lengths) and starts[row + 1] <= at:
-                row += 1
-            for n, rank in ((n, rank) for team in teams for n, rank in enumerate(team)):
-                count = min(part, max(0, (n + 1) * part - numel))
-                runs = _crossing(rank, 0, at + part - count, count, row, starts)
-                found[rank].extend((run.row, run.start, run.count) for run in runs)
-            at += part
-    return found
 
 
 def _other_count(row: int | None, wanted: int, there: int, where: str) -> FormatError:
@@ -446,20 +431,20 @@ def _tensor(
     name: str,
     parameter: _Parameter,
     ranks: Sequence[Sequence[Any]],
-    where: str | Sequence[RankPieces],
+    places: Sequence[str],
 ) -> StateTensor:
-    """A parameter, or a state of it, of the rows of all ranks."""
+    """A parameter, or a state of it, of the rows of all ranks, whose files are at `places`."""
     extents = []
     dtypes = {}
     for run in parameter.runs:
         tensor = ranks[run.rank][run.row]
-        place = where if isinstance(where, str) else where[run.rank].where
+        where = places[run.rank]
         if not isinstance(tensor, StateTensor):
-            raise FormatError(f"a part of {name} is missing", where=place, hint=MIXED)
+            raise FormatError(f"a part of {name} is missing", where=where, hint=MIXED)
         dtypes[tensor.dtype.name] = tensor.dtype
         if len(dtypes) > 1:
             raise FormatError(
-                f"the parts of {name} are of several types", where=place, value=sorted(dtypes)
+                f"the parts of {name} are of several types", where=where, value=sorted(dtypes)
             )
         extent = tensor.extents[0]
         begin = extent.offset + run.start * tensor.dtype.itemsize
