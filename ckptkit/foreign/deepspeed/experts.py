@@ -15,12 +15,7 @@ from itertools import islice
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.deepspeed.files import (
-    MIXED,
-    NOT_COPIED,
-    ModelPart,
-    read_tree,
-)
+from ckptkit.foreign.deepspeed.files import MIXED, NOT_COPIED, ModelPart, read_tree
 from ckptkit.foreign.deepspeed.model_parallel import same_on_all
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.states import StateTensor
@@ -31,8 +26,6 @@ _NUMBERED = re.compile(
 )
 # Of AutoEP, in a file of one expert.
 _SLICE = re.compile(r"(?P<layer>(?:.*\.)?experts\.w[123])\.(?P<expert>\d{1,9})(?P<inner>)")
-
-
 _OF_OPTIMIZER = ("state", "param_groups")
 # So DeepSpeed names a group of experts, by how many ranks have all of them.
 _OF_RANKS = re.compile(r"ep_size_(\d{1,9})")
@@ -119,42 +112,34 @@ def read_experts(
     config = config if isinstance(config, dict) else {}
     found = SharedExperts(is_data_first=bool(config.get("use_data_before_expert_parallelism")))
     for rank, part in enumerate(parts):
-        _read_part(folder, rank, part, found, is_universal=is_universal)
+        said = part.tree.get("num_experts")
+        counts = document.integers([] if said is None else said, f"{part.where}: num_experts")
+        told = _told(part)
+        found.paths += told
+        if part.stage == 3 or is_universal:  # what there is of experts lies with the rest
+            kinds = ("w1", "w2", "w3")
+            found.counts |= {f"{path}experts.{it}": n for path, n in told.items() for it in kinds}
+            counts = ()
+        files = {} if is_universal else part.files.experts
+        for layer in sorted({*files, *range(len(counts))}):
+            there = files.get(layer, {})
+            count = counts[layer] if layer < len(counts) else 0
+            missing = next((n for n in range(count) if n not in there), None)
+            if missing is not None:
+                name = f"layer_{layer}_expert_{missing}_mp_rank_{rank:02d}_model_states.pt"
+                raise FormatError(
+                    "the file of an expert is missing",
+                    where=f"{part.where.rpartition('/')[0]}/{name}",
+                    hint=NOT_COPIED,
+                )
+            if len(there) > count:
+                raise FormatError(
+                    f"the layer has {count} experts",
+                    where=folder.where(there[max(there)]),
+                    hint="the files are of different saves: remove those that are too many",
+                )
+            part.experts |= _read_layer(folder, [there[number] for number in range(count)], found)
     return found
-
-
-def _read_part(
-    folder: Folder, rank: int, part: ModelPart, found: SharedExperts, *, is_universal: bool
-) -> None:
-    """Add the experts of a rank of model parallelism."""
-    said = part.tree.get("num_experts")
-    counts = document.integers([] if said is None else said, f"{part.where}: num_experts")
-    told = _told(part)
-    found.paths += told
-    if part.stage == 3 or is_universal:  # what there is of experts lies with the rest
-        kinds = ("w1", "w2", "w3")
-        found.counts |= {f"{path}experts.{it}": n for path, n in told.items() for it in kinds}
-        if is_universal:
-            return
-        counts = ()
-    for layer in sorted({*part.files.experts, *range(len(counts))}):
-        there = part.files.experts.get(layer, {})
-        count = counts[layer] if layer < len(counts) else 0
-        missing = next((n for n in range(count) if n not in there), None)
-        if missing is not None:
-            name = f"layer_{layer}_expert_{missing}_mp_rank_{rank:02d}_model_states.pt"
-            raise FormatError(
-                "the file of an expert is missing",
-                where=f"{part.where.rpartition('/')[0]}/{name}",
-                hint=NOT_COPIED,
-            )
-        if len(there) > count:
-            raise FormatError(
-                f"the layer has {count} experts",
-                where=folder.where(there[max(there)]),
-                hint="the files are of different saves: remove those that are too many",
-            )
-        part.experts |= _read_layer(folder, [there[number] for number in range(count)], found)
 
 
 def _read_layer(
