@@ -76,19 +76,18 @@ class SharedExperts:
 
     def alike(self, name: str) -> list[str]:
         """The names of something in all experts of a layer, which are copies of one module."""
-        match = _NUMBERED.fullmatch(name)
-        count = self.counts.get(match["layer"], 0) if match else 0
-        numbers = (f"{match['layer']}{n}{match['inner']}" for n in range(count) if match)
-        return [*numbers] or [name]
+        if (match := _NUMBERED.fullmatch(name)) is None:
+            return [name]
+        numbers = range(self.counts.get(match["layer"], 0))
+        return [f"{match['layer']}{n}{match['inner']}" for n in numbers] or [name]
 
     def routers(self, model: Mapping[str, StateTensor]) -> dict[str, str]:
         """The second names that routers of AutoEP may have, of the module that they stand for."""
         found = {}
         for path in self.paths:
-            inside = (name for name in model if name.startswith(path))
-            for name, (_, _, inner) in ((n, n.removeprefix(path).partition(".")) for n in inside):
-                router = model.get(of := f"{path}router.{inner}")
-                mine = model[name]
+            for name in (name for name in model if name.startswith(path)):
+                of = f"{path}router.{name.removeprefix(path).partition('.')[2]}"
+                router, mine = model.get(of), model[name]
                 if router and (router.shape, router.content) == (mine.shape, mine.content):
                     found[name] = of
         return found

@@ -18,21 +18,22 @@ from ckptkit.model import document
 _LATEST = ("latest", "latest_universal")
 _TAG = re.compile(r"(?:.*[^0-9])?global_step(\d{1,18})(_universal)?")
 _MODEL = re.compile(
-    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,9})_)?mp_rank_(?P<mp>\d{1,9})_model_states\.pt"
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,9})_)?mp_rank_(?P<mp>\d{1,9})_model_states\.pt"
 )
 _OPTIMIZER = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_optim_states\.pt"
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_optim_states\.pt"
 )
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,9})(?:-model_(?P<tp>\d{1,9}))?-model_states\.pt")
 # Without its layer before DeepSpeed 0.5.9.
 _EXPERT = re.compile(
     r"(?:layer_(?P<layer>\d{1,9})_)?expert_(?P<expert>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt"
 )
-_OF_EXPERTS = re.compile(r"expp_rank_(?P<ep>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_optim_states\.pt")
+_OF_EXPERTS = re.compile(r"expp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_optim_states\.pt")
+# What has a file for each rank, by the names of `RankFiles`.
+_BY_RANK = {"models": _MODEL, "optimizers": _OPTIMIZER, "expert_optimizers": _OF_EXPERTS}
 
 MIXED = "the files are of different saves; copy the folder of one of them again"
 UNIVERSAL = "zero/"
-
 NOT_COPIED = "it was not copied along; copy the folder again"
 OTHERWISE = "load it with DeepSpeed in the job that wrote it, and save it with `ckptkit.live.save`"
 
@@ -154,16 +155,12 @@ def find_files(folder: Folder) -> TagFiles:
             rank = found.ranks.setdefault(int(match["mp"]), RankFiles())
             of_layer = rank.experts.setdefault(int(match["layer"]), {})
             _add(folder, of_layer, int(match["expert"]), key)
-        elif match := _OF_EXPERTS.fullmatch(name):
-            rank = found.ranks.setdefault(int(match["mp"]), RankFiles())
-            _add(folder, rank.expert_optimizers, int(match["ep"]), key)
         elif name.startswith(UNIVERSAL):
             found.universal.append(key)
-        for pattern in (_MODEL, _OPTIMIZER):
+        for what, pattern in _BY_RANK.items():
             if match := pattern.fullmatch(name):
                 rank = found.ranks.setdefault(int(match["mp"]), RankFiles())
-                files = rank.models if pattern is _MODEL else rank.optimizers
-                _add(folder, files, int(match["dp"] or 0), key)
+                _add(folder, getattr(rank, what), int(match["rank"] or 0), key)
     for number, rank in found.ranks.items():
         if not rank.models:
             raise FormatError(
@@ -409,8 +406,8 @@ def states_of_row(
             found[key] = ByRank(values)
         elif any(isinstance(value, StateTensor) and value.shape for value in values):
             left_out[name] = "a state that is not cut as the parameters are"
-        elif len({_scalar(value) for value in values}) > 1:
-            rank = next(n for n, v in enumerate(values) if _scalar(v) != _scalar(values[0]))
+        elif len({likeness(value) for value in values}) > 1:
+            rank = next(n for n, v in enumerate(values) if likeness(v) != likeness(values[0]))
             raise FormatError(
                 f"its {key} is not that of rank 0", where=pieces[rank].where, hint=MIXED
             )
@@ -429,6 +426,6 @@ def _fits(value: Any, piece: RankPieces, row: int) -> bool:
     return value.shape[0] in (length, length + document.integer(padding, piece.where))
 
 
-def _scalar(value: Any) -> object:
-    """Equal for scalars that are: of those in files as their checksums tell."""
+def likeness(value: Any) -> object:
+    """Equal for values that are: of tensors in files as their checksums tell."""
     return value.content if isinstance(value, StateTensor) else repr(value)

@@ -4,14 +4,14 @@ parts of tensors by the patterns that DeepSpeed keeps for its Universal Checkpoi
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.extents import Extent
+from ckptkit.foreign.deepspeed.files import MIXED, likeness
+from ckptkit.foreign.extents import Extent, c_order
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, Placement, Replicate, Shard, document
 from ckptkit.model.box import flat_boxes
@@ -107,7 +107,8 @@ def joined(
     """One model of those of all ranks of tensor parallelism, whose first `files` are named where
     they are not alike; the parameters `whole` are not cut.
     """
-    for name in dict.fromkeys(name for rank in ranks for name in rank.tensors):
+    names = dict.fromkeys(name for rank in ranks for name in rank.tensors)
+    for name in names:
         keys = {key for rank in ranks for key in rank.states.get(name, ())}
         for rank, file in zip(ranks, files, strict=True):
             if name not in rank.tensors:
@@ -119,7 +120,7 @@ def joined(
     found = replace(first, tensors={}, states={}, cuts={})
     uncut = set(whole)
     by_identity: dict[object, StateTensor] = {}
-    for name in dict.fromkeys(name for rank in ranks for name in rank.tensors):
+    for name in names:
         parts = [rank.tensors[name] for rank in ranks]
         states = [rank.states.get(name, {}) for rank in ranks]
         mine = parts[0]
@@ -144,22 +145,14 @@ def joined(
 
 
 def _lacking(what: str, file: str) -> FormatError:
-    return FormatError(
-        f"this rank of tensor parallelism has no {what}, and another one has",
-        where=file,
-        hint="the files are of different saves; copy the folder of one of them again",
-    )
+    what = f"this rank of tensor parallelism has no {what}, and another one has"
+    return FormatError(what, where=file, hint=MIXED)
 
 
 def same_on_all(name: str, values: Sequence[Any], where: str) -> Any:
     """A value that is no part of a tensor, of the first of several files."""
-    told = {value.content if isinstance(value, StateTensor) else repr(value) for value in values}
-    if len(told) > 1:
-        raise FormatError(
-            f"{name} is not the same in all files",
-            where=where,
-            hint="the files are of different saves; copy the folder of one of them again",
-        )
+    if len({likeness(value) for value in values}) > 1:
+        raise FormatError(f"{name} is not the same in all files", where=where, hint=MIXED)
     return values[0]
 
 
@@ -321,7 +314,7 @@ def _moved(
     for move in moves:
         part = parts[move.rank]
         size = part.dtype.itemsize
-        steps = _steps(part.shape)
+        steps = c_order(part.shape)
         for extent in part.extents:
             if part.is_flat:
                 begin = extent.box.offset[0]
@@ -335,7 +328,7 @@ def _moved(
                     for box in flat_boxes(part.shape, begin, extent.box.stop[0])
                 ]
             else:
-                pieces = [replace(extent, strides=extent.strides or _steps(extent.box.shape))]
+                pieces = [replace(extent, strides=extent.strides or c_order(extent.box.shape))]
             for piece in pieces:
                 inside = piece.box.intersect(move.region)
                 if inside is None or inside.is_empty or piece.strides is None:
@@ -357,8 +350,3 @@ def _moved(
 
 def _dot(numbers: Sequence[int], steps: Sequence[int]) -> int:
     return sum(n * step for n, step in zip(numbers, steps, strict=True))
-
-
-def _steps(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of C order."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
