@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.deepspeed.files import MIXED, NOT_COPIED, ModelPart, read_tree
+from ckptkit.foreign.deepspeed.files import MIXED, NOT_COPIED, ModelPart, as_dict, read_tree
 from ckptkit.foreign.deepspeed.model_parallel import same_on_all
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.states import StateTensor
@@ -26,7 +26,6 @@ _NUMBERED = re.compile(
 )
 # Of AutoEP, in a file of one expert.
 _SLICE = re.compile(r"(?P<layer>(?:.*\.)?experts\.w[123])\.(?P<expert>\d{1,9})(?P<inner>)")
-_OF_OPTIMIZER = ("state", "param_groups")
 # So DeepSpeed names a group of experts, by how many ranks have all of them.
 _OF_RANKS = re.compile(r"ep_size_(\d{1,9})")
 
@@ -107,8 +106,7 @@ def read_experts(
     """What the files of experts have, none of which is missing; stages of a pipeline have layers of
     their own.
     """
-    config = parts[0].tree.get("ds_config")
-    config = config if isinstance(config, dict) else {}
+    config = as_dict(parts[0].tree.get("ds_config"))
     found = SharedExperts(is_data_first=bool(config.get("use_data_before_expert_parallelism")))
     for rank, part in enumerate(parts):
         said = part.tree.get("num_experts")
@@ -209,7 +207,7 @@ def _told(part: ModelPart) -> dict[str, int]:
     said = part.tree.get("ds_autoep_layers")
     found = {}
     for each in said if isinstance(said, (list, tuple)) else ():
-        fields = each if isinstance(each, dict) else {}
+        fields = as_dict(each)
         path = document.text(fields.get("module_path"), f"{part.where}: ds_autoep_layers")
         count = document.integer(fields.get("num_experts"), f"{part.where}: {path}")
         found[f"{path}." if path else ""] = count
@@ -228,10 +226,9 @@ def read_optimizers(folder: Folder, rank: int, part: ModelPart) -> list[dict[str
         if not isinstance(said, dict):
             raise FormatError("no optimizer is in the file", where=folder.where(key))
         found.append(said)
-        groups = said.get("optimizer_state_dict", said)
-        groups = groups.get("param_groups") if isinstance(groups, dict) else None
+        groups = as_dict(said.get("optimizer_state_dict", said)).get("param_groups")
         groups = groups if isinstance(groups, list) else []
-        names = [each.get("name") for each in groups if isinstance(each, dict)]
+        names = [as_dict(each).get("name") for each in groups]
         told = [int(match[1]) for it in names if (match := _OF_RANKS.fullmatch(str(it)))]
         ranks = max(ranks, *told, 0)
     if len(files) < ranks:
@@ -303,10 +300,10 @@ def _named_groups(
     """The groups of an optimizer, with the states of their parameters by name; None where the
     first group has not so many that all ranks have, and the others no experts of one kind.
     """
-    states, groups = (said.get(k) if isinstance(said, dict) else None for k in _OF_OPTIMIZER)
+    states, groups = (as_dict(said).get(key) for key in ("state", "param_groups"))
     if not isinstance(states, dict) or not isinstance(groups, list):
         return None
-    numbers = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    numbers = [as_dict(group).get("params") for group in groups]
     lists = [each for each in numbers if isinstance(each, list)]
     if len(lists) < max(2, len(groups)) or len({repr(g.get("name")) for g in groups[1:]}) > 1:
         return None
@@ -315,9 +312,8 @@ def _named_groups(
     found: list[tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]] = []
     rest = iter(names)
     for group, each in zip(groups, lists, strict=True):
-        mine = [states.get(number) if type(number) is int else None for number in each]
-        inner = [state if isinstance(state, dict) else {} for state in mine]
-        found.append((group, dict(zip(islice(rest, len(each)), inner, strict=True))))
+        mine = [as_dict(states.get(n) if type(n) is int else None) for n in each]
+        found.append((group, dict(zip(islice(rest, len(each)), mine, strict=True))))
     return found
 
 

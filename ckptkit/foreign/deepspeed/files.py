@@ -99,8 +99,7 @@ class ModelPart:
     @property
     def module(self) -> dict[str, Any]:
         """What of the model is in its own files; of a pipeline most is in those of layers."""
-        said = self.tree.get("module")
-        return {**(said if isinstance(said, dict) else {}), **self.experts}
+        return {**as_dict(self.tree.get("module")), **self.experts}
 
     def names(self, key: str) -> list[str]:
         said = self.tree.get(key)
@@ -226,9 +225,7 @@ def read_part(folder: Folder, rank: RankFiles, *, is_universal: bool) -> ModelPa
     """What the files of one rank of model parallelism say, which is the same where it should be."""
     models = [read_tree(folder, rank.models[dp]) for dp in range(len(rank.models))]
     tree, where = models[0], folder.where(rank.models[0])
-    config = tree.get("ds_config")
-    said = config.get("zero_optimization") if isinstance(config, dict) else {}
-    said = said if isinstance(said, dict) else {}
+    said = as_dict(as_dict(tree.get("ds_config")).get("zero_optimization"))
     groups = said.get("mics_shard_size")
     if type(groups) is int and groups > 0:
         raise FormatError(
@@ -244,8 +241,7 @@ def read_part(folder: Folder, rank: RankFiles, *, is_universal: bool) -> ModelPa
     }
     own = said.get("stage", 0) if is_universal else 0
     if optimizers:
-        first = optimizers[0][1]
-        own = first.get("zero_stage") if isinstance(first, dict) else None
+        own = as_dict(optimizers[0][1]).get("zero_stage")
         own = own.args[0] if isinstance(own, Placeholder) and own.args else own
         # The optimizer for bfloat16 does not say it: it is of stage 1.
         own = 1 if own is None else own
@@ -295,6 +291,11 @@ def read_tree(folder: Folder, key: str) -> dict[str, Any]:
             hint="the files have each other's names: copy the folder again",
         )
     return file.tree
+
+
+def as_dict(value: Any) -> dict[Any, Any]:
+    """What a file says, if it is a dictionary as it should be; else an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 @dataclass(slots=True)
@@ -350,10 +351,9 @@ def read_piece(
         if not isinstance(groups, list) or not isinstance(states, dict):
             raise FormatError("not the state of an optimizer of torch", where=where)
         piece.groups = [group for group in groups if isinstance(group, dict)]
-        by_row = [states.get(row, {}) for row in range(len(rows))]
-        piece.states = [state if isinstance(state, dict) else {} for state in by_row]
+        piece.states = [as_dict(states.get(row)) for row in range(len(rows))]
     elif isinstance(inner, list) and len(inner) == len(rows):  # of an elastic checkpoint
-        piece.states = [state if isinstance(state, dict) else {} for state in inner]
+        piece.states = [as_dict(state) for state in inner]
     else:
         raise FormatError("the file has no state of an optimizer", where=where, hint=MIXED)
     return piece
@@ -364,7 +364,7 @@ def counts_of(said: Mapping[str, Any], rows: int, world: int, where: str) -> lis
     told = said.get("partition_count", world)
     told = list(told) if isinstance(told, (list, tuple)) else [told] * rows
     if isinstance(parts := said.get("ds_zero_partition_groups"), list):
-        told = [part.get("partition_count") if isinstance(part, dict) else None for part in parts]
+        told = [as_dict(part).get("partition_count") for part in parts]
     if len(told) != rows or any(
         type(count) is not int or count < 1 or world % count for count in told
     ):

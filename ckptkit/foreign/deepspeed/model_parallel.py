@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.deepspeed.files import MIXED, likeness
+from ckptkit.foreign.deepspeed.files import MIXED, as_dict, likeness
 from ckptkit.foreign.extents import Extent, c_order
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, Placement, Replicate, Shard, document
@@ -262,15 +262,15 @@ class _Patterns:
         each of them is.
         """
         said = self._info.get("parameter_with_sub_params") or ()
-        widths = self._info.get("sub_param_shard_widths") or {}
+        widths = as_dict(self._info.get("sub_param_shard_widths"))
         for each in said if isinstance(said, (list, tuple)) else ():
-            fields = each if isinstance(each, dict) else {}
+            fields = as_dict(each)
             for pattern in fields.get("patterns") or ():
                 if not _matches(pattern, name, self._where):
                     continue
                 dim = document.integer(fields.get("partition_dim"), f"{self._where}: {name}")
                 where = f"{self._where}: sub_param_shard_widths of {name}"
-                told = widths.get(pattern) if isinstance(widths, dict) else None
+                told = widths.get(pattern)
                 shape = fields.get("shape")
                 if told is None and isinstance(shape, (list, tuple)) and dim < len(shape):
                     # Before version 0.4 all are cut evenly.

@@ -21,6 +21,7 @@ from ckptkit.foreign.deepspeed.files import (
     UNIVERSAL,
     ModelPart,
     TagFiles,
+    as_dict,
     find_files,
     read_part,
     read_tree,
@@ -175,12 +176,10 @@ def _read_universal(
 
 def _own_state(said: Mapping[str, Any], row: int) -> dict[str, Any]:
     """What is no part of a parameter, such as the step: after stage 3 it is in one file for all."""
-    inner = said.get("optimizer_state_dict")
-    states = inner.get("state") if isinstance(inner, dict) else None
-    state = states.get(row) if isinstance(states, dict) else None
+    states = as_dict(as_dict(said.get("optimizer_state_dict")).get("state"))
     return {
         key: value
-        for key, value in (state.items() if isinstance(state, dict) else ())
+        for key, value in as_dict(states.get(row)).items()
         if not isinstance(value, StateTensor) or not value.shape
     }
 
@@ -297,12 +296,12 @@ def _add_the_rest(
     part: ModelPart,
 ) -> None:
     """Add the tensors of the model, its weights in place of their copies."""
-    said = part.tree.get("shared_params")
     routers = experts.routers({n: t for n, t in module.items() if isinstance(t, StateTensor)})
     module = {**module, **{name: module[of] for name, of in routers.items()}}
     tied = dict(routers)
-    for name, of in said.items() if isinstance(said, dict) else ():
+    for name, of in as_dict(part.tree.get("shared_params")).items():
         tied.update(zip(experts.alike(str(name)), experts.alike(str(of)), strict=False))
+    others = [as_dict(each.get("module")) for each in part.models[1:]]
     # Only the very first rank says which parameters are tied; their copies are one tensor.
     copies = {getattr(module.get(n), "identity", None): n for n in model.copies}
     for name, value in module.items():
@@ -318,8 +317,7 @@ def _add_the_rest(
         if part.stage == 3 and name not in model.buffers and value.shape == (0,):
             raise FormatError(f"no file has the values of {name}", where=part.where)
         model.tensors[name] = value
-        others = [each.get("module") for each in part.models[1:]]
-        same = [other[name] for other in others if isinstance(other, dict) and name in other]
+        same = [other[name] for other in others if name in other]
         if any(getattr(other, "content", None) != value.content for other in same):
             model.of_rank_0.add(name)
 

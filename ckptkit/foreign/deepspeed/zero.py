@@ -22,6 +22,7 @@ from ckptkit.foreign.deepspeed.files import (
     ByRank,
     ModelPart,
     RankPieces,
+    as_dict,
     counts_of,
     read_piece,
     states_of_row,
@@ -173,7 +174,7 @@ def shapes_by_fragments(
     found: list[dict[str, int]] = []
     teams: list[Sequence[range]] = []
     for rank, (where, said) in enumerate(part.optimizers):
-        told = said.get("param_slice_mappings") if isinstance(said, dict) else None
+        told = as_dict(said).get("param_slice_mappings")
         if not isinstance(told, list) or (found and len(told) != len(found)):
             raise FormatError("nothing says which parameters are where", where=where)
         if not found:
@@ -214,7 +215,7 @@ def frozen_of(part: ModelPart) -> dict[str, StateTensor]:
     found: dict[str, StateTensor] = {}
     for name, shape in shapes_of([said or {}], part.where)[0].items():
         by_rank = [each.get("frozen_param_fragments") for each in part.models]
-        told = [each.get(name) if isinstance(each, dict) else None for each in by_rank]
+        told = [as_dict(each).get(name) for each in by_rank]
         pieces = [each for each in told if isinstance(each, StateTensor)]
         if len(pieces) < len(told):
             raise FormatError(f"not a part of {name} for each rank", where=part.where)
@@ -414,7 +415,7 @@ def _check_fragments(
         }
         said = {
             name: (at.fields().get("start"), at.fields().get("numel"))
-            for name, at in (told[row].items() if isinstance(told[row], dict) else ())
+            for name, at in as_dict(told[row]).items()
             if isinstance(at, Placeholder)
         }
         if said != mine:
