@@ -159,7 +159,10 @@ def _read_universal(
                     hint="it was not copied along; copy the folder again",
                 )
             values = {key: _value(folder, file, known, parts) for key, file in there.items()}
-            found.weights[name] = values.pop("fp32")
+            weight = values.pop("fp32")
+            if not isinstance(weight, StateTensor):
+                raise FormatError("no parameter is in the file", where=folder.where(there["fp32"]))
+            found.weights[name] = weight
             if values:
                 found.states[name] = own | values
     if "step" in keys:

@@ -344,6 +344,14 @@ def test_a_file_of_a_layer_or_of_a_parameter_that_is_missing_is_named(
     assert "up.bias/exp_avg_sq.pt" in str(caught.value)
 
 
+def test_a_file_of_a_parameter_that_has_a_number_is_refused(written: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(tag_of(written / "zero3-universal"), tmp_path / "universal"))
+    torch.save(3, place / "zero" / "up.bias" / "fp32.pt")
+    with pytest.raises(FormatError, match="no parameter is in the file") as caught:
+        ckptkit.open(place)
+    assert "up.bias/fp32.pt" in str(caught.value)
+
+
 class Custom:
     pass
 
