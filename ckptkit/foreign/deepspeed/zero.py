@@ -9,6 +9,7 @@ A row of experts is of some ranks only, a team: others have such a row of expert
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -351,22 +352,20 @@ def _by_parameters(
     starts = [0, *accumulate(lengths)]
     found: dict[str, _Parameter] = {}
     paddings: list[list[tuple[int, int, int]]] = [[] for _ in pieces]
-    at = row = 0
+    at = 0
     for number, names in enumerate(shapes):
         teams = pieces[0].teams_of(number, len(pieces))
         for name, shape in names.items():
             numel = math.prod(shape)
             part = -(-numel // len(teams[0]))
-            while row < len(lengths) and starts[row + 1] <= at:
-                row += 1
             for each, team in enumerate(teams):
                 runs: list[_Run] = []
                 for n, rank in enumerate(team):
                     count = max(0, min(part, numel - n * part))
-                    runs += _crossing(rank, n * part, at, count, row, starts)
-                    rest = _crossing(rank, 0, at + count, part - count, row, starts)
+                    runs += _crossing(rank, n * part, at, count, starts)
+                    rest = _crossing(rank, 0, at + count, part - count, starts)
                     paddings[rank] += [(run.row, run.start, run.count) for run in rest]
-                mine = _Parameter(shape, tuple(runs), row)
+                mine = _Parameter(shape, tuple(runs), bisect.bisect_right(starts, at) - 1)
                 _add(found, experts, mine, name, (each, len(teams)), pieces[0].where)
             at += part
         if len(teams) > 1 and at != starts[number + 1]:
@@ -376,10 +375,9 @@ def _by_parameters(
     return found, paddings
 
 
-def _crossing(
-    rank: int, begin: int, at: int, count: int, row: int, starts: Sequence[int]
-) -> Iterator[_Run]:
+def _crossing(rank: int, begin: int, at: int, count: int, starts: Sequence[int]) -> Iterator[_Run]:
     """The runs of so many elements of a rank's rows, from `at` on."""
+    row = bisect.bisect_right(starts, at) - 1
     while count > 0 and row + 1 < len(starts):
         some = min(count, starts[row + 1] - at)
         if some:
