@@ -101,8 +101,9 @@ class ModelPart:
         """What of the model is in its own files; of a pipeline most is in those of layers."""
         return {**as_dict(self.tree.get("module")), **self.experts}
 
-    def names(self, key: str) -> list[str]:
-        said = self.tree.get(key)
+    @property
+    def buffers(self) -> list[str]:
+        said = self.tree.get("buffer_names")
         return [name for name in said if type(name) is str] if isinstance(said, list) else []
 
 

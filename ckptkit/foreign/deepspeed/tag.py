@@ -239,7 +239,7 @@ def _read_stages(
     first, where = mine[0], mine[0].where
     module: dict[str, Any] = {}
     known = {name for part in mine for row in _shapes(part, {}, experts) for name in row}
-    model = ParallelModel(buffers={name for part in mine for name in part.names("buffer_names")})
+    model = ParallelModel(buffers={name for part in mine for name in part.buffers})
     if layers:
         module = named(layers, known | model.buffers, where)
     elif whole and first.tree.get("module") is None:
