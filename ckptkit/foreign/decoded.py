@@ -61,8 +61,8 @@ class Encoded:
     @property
     def making_bytes(self) -> int:
         """What is in memory while it is decoded: what it was, and what it becomes."""
-        is_read = self.place is not None and self.place.inside is None
-        return self.nbytes + (self.place.length if is_read and self.place else 0)
+        place = self.place
+        return self.nbytes + (place.length if place is not None and place.inside is None else 0)
 
 
 def kept_bytes(chunks: Sequence[Encoded]) -> int:
