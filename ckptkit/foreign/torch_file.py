@@ -412,11 +412,9 @@ def _wide(extras: bytes, where: str) -> list[int]:
     at = 0
     while at + 4 <= len(extras):
         kind, length = struct.unpack_from("<HH", extras, at)
-        if kind == _ZIP64 and length % 8 == 0 and at + 4 + length <= len(extras):
-            return list(struct.unpack_from(f"<{length // 8}Q", extras, at + 4))
-        if kind == _ZIP64:  # with the number of a disk behind
-            length -= length % 8
-            return list(struct.unpack_from(f"<{length // 8}Q", extras[: at + 4 + length], at + 4))
+        count = length // 8  # behind them there may be the number of a disk
+        if kind == _ZIP64 and at + 4 + 8 * count <= len(extras):
+            return list(struct.unpack_from(f"<{count}Q", extras, at + 4))
         at += 4 + length
     raise FormatError("a large member of the zip file does not say its size", where=where)
 

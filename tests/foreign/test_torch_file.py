@@ -232,6 +232,19 @@ def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
         ckptkit.open(path)
 
 
+def test_a_large_member_whose_size_is_cut_off_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        member = zipfile.ZipInfo("a/data.pkl")
+        member.extra = b"\x01\x00\x18\x00"  # 24 bytes would follow
+        archive.writestr(member, pickle.dumps({}))
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    at = data.rfind(b"PK\1\2") + 20
+    data[at : at + 8] = b"\xff" * 8
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(FormatError, match="does not say its size"):
+        ckptkit.open(tmp_path / "a.pt")
+
+
 def test_a_tensor_outside_of_its_storage_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, 3)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
