@@ -50,15 +50,19 @@ class MeshPart:
     placements: tuple[Placement, ...] = ()
 
 
-def dtensor(spec: Any, rank: int, local: Sequence[int], where: str) -> MeshPart:
-    """What a DTensorSpec says, and which box of the tensor the local one of a rank is."""
+def dtensor(
+    spec: Any, rank: int, local: Sequence[int], where: str, tensor: Callable[[Any, str], Any]
+) -> MeshPart:
+    """What a DTensorSpec says, and which box of the tensor the local one of a rank is. `tensor`
+    gives what a placeholder of a tensor stands for.
+    """
     said = _fields(spec, "DTensorSpec", where)
     meta = said.get("tensor_meta")
     if not isinstance(meta, Placeholder) or meta.kind != "TensorMeta":
         raise FormatError("the DTensor does not say its shape", where=where)
     shape = meta.args[0] if meta.args else meta.fields().get("shape")
     whole = document.integers(shape, f"{where}: shape")
-    mesh, coords = _mesh(said.get("mesh"), rank, where)
+    mesh, coords = _mesh(said.get("mesh"), rank, where, tensor)
     placements = tuple(_placement(each, where) for each in said.get("placements") or ())
     if len(placements) != len(mesh):
         raise FormatError("the DTensor has not one placement for each axis", where=where)
@@ -81,10 +85,11 @@ def dtensor(spec: Any, rank: int, local: Sequence[int], where: str) -> MeshPart:
 
 
 def _mesh(
-    mesh: Any, rank: int, where: str
+    mesh: Any, rank: int, where: str, tensor: Callable[[Any, str], Any]
 ) -> tuple[tuple[tuple[str | None, int], ...], tuple[int, ...]]:
     """The axes of a DeviceMesh, and where on them a rank is."""
     said = _fields(mesh, "DeviceMesh", where)
+    inner = tensor(said.get("mesh"), where)
     if isinstance(said.get("_layout"), Placeholder):
         layout = said["_layout"].fields()
         sizes = layout.get("shape", ())  # of torch 2.10 to 2.12, an int of one axis
@@ -92,8 +97,7 @@ def _mesh(
             sizes = [_fields(axis, "_FlatLayout", where).get("shape") for axis in layout["axes"]]
         shape = tuple(_size(size) for size in ((sizes,) if type(sizes) is int else sizes))
     else:  # before torch 2.10: the mesh is a tensor, whose shape alone counts
-        tensor = said.get("mesh")
-        shape = tuple(getattr(tensor, "shape", ()))
+        shape = tuple(getattr(inner, "shape", ()))
     document.integers(shape, f"{where}: mesh", least=1, most=1 << 24)
     if not shape:
         raise FormatError("the DTensor does not say its mesh", where=where)

@@ -187,8 +187,7 @@ class _Tensors:
             local = self.tensor(fields.get("_local_tensor"), where) if fields else None
             if not isinstance(local, StateTensor):
                 raise FormatError("a DTensor without its local tensor", where=where)
-            meshed = self.meshed(fields.get("_spec"), where)
-            spread = dtensor(meshed, self._rank, local.shape, where)
+            spread = dtensor(fields.get("_spec"), self._rank, local.shape, where, self.tensor)
             extents = [replace(e, box=spread.box) for e in local.extents if spread.box]
             identity = (local.identity, spread)
             found = StateTensor(spread.shape, local.dtype, tuple(extents), identity=identity)
@@ -201,17 +200,6 @@ class _Tensors:
             if isinstance(found, StateTensor):
                 return found
         raise FormatError("a tensor of a kind that is not read here", where=where, value=name)
-
-    def meshed(self, spec: Any, where: str) -> Any:
-        """A spec whose mesh has, in place of the tensor of older torch, what tells its shape."""
-        if not isinstance(spec, Placeholder):
-            return spec
-        mesh = spec.fields().get("mesh")
-        inner = mesh.fields().get("mesh") if isinstance(mesh, Placeholder) else None
-        if not isinstance(mesh, Placeholder) or not isinstance(inner, Placeholder):
-            return spec
-        shaped = Placeholder(mesh.name, (), {**mesh.fields(), "mesh": self.tensor(inner, where)})
-        return Placeholder(spec.name, (), {**spec.fields(), "mesh": shaped})
 
     def sharded(self, state: Any, where: str) -> StateTensor:
         shape, shards = sharded_tensor(state, where)
