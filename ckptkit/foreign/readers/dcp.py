@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.foreign.decoded import Place
 from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import DCP_METADATA, Folder
 from ckptkit.foreign.pickles.globals import Placeholder
@@ -51,15 +52,6 @@ _HEAD_BYTES, _MOST_HEAD_BYTES = 1280, 1 << 16
 _MOST_OBJECT_BYTES = 1 << 28
 _ENDS = b".PK\x07\x08"
 _BEGINS = b"PK\x03\x04"
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A part of a tensor, or an object, as `.metadata` says where it is."""
-
-    file: str
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +139,7 @@ def _tree(folder: Folder, has: Contents) -> tuple[dict[Any, Any], list[str], dic
     tree = with_lists(tree)
     beside: list[str] = []
     unread = dict(has.unread)
-    for key, under in _BESIDE.items() if folder.only is None else ():
+    for key, under in _BESIDE.items():
         if key not in folder.files:
             continue
         try:
@@ -165,9 +157,9 @@ def _tree(folder: Folder, has: Contents) -> tuple[dict[Any, Any], list[str], dic
 def contents_of(folder: Folder) -> Contents:
     """What the metadata of a folder and the heads of the parts say."""
     entries, items, paths = _metadata(folder)
-    parts: dict[str, list[tuple[str, Box, _Item, DType]]] = {}
+    parts: dict[str, list[tuple[str, Box, Place, DType]]] = {}
     tensors: dict[str, tuple[tuple[int, ...], DType, list[Extent]]] = {}
-    objects: dict[str, _Item] = {}
+    objects: dict[str, Place] = {}
     # Tensors of the same shape, spread in the same way, are one entry where the pickle allows it.
     described: dict[int, tuple[tuple[int, ...], DType, list[Box]]] = {}
     for name, entry in entries.items():
@@ -198,11 +190,11 @@ def contents_of(folder: Folder) -> Contents:
                 where=f"{folder.where(item.file)}: {name}",
                 hint="it was cut short; copy it again",
             )
-    heads = _Heads(folder)
+    known: dict[int, dict[bytes, _Head]] = {}
     for file, there in parts.items():
         there.sort(key=lambda part: part[2].offset)
         for (name, box, item, dtype), head in zip(
-            there, heads.read(file, [item for _, _, item, _ in there]), strict=True
+            there, _heads(folder, file, [item for _, _, item, _ in there], known), strict=True
         ):
             if head.shape != box.shape or head.dtype != dtype:
                 raise FormatError(
@@ -223,12 +215,8 @@ def contents_of(folder: Folder) -> Contents:
     )
 
 
-def _metadata(
-    folder: Folder,
-) -> tuple[dict[str, Placeholder], dict[tuple[str, Any], _Item], dict[str, Path]]:
-    """What is in the checkpoint by flat name; where each part is, by name and offset; and which
-    path in a nested dictionary each name stands for.
-    """
+def _documents(folder: Folder) -> dict[str, str]:
+    """The files of metadata that count, and what the names in each are below."""
     keys = {DCP_METADATA: ""}
     # Without collectives each rank writes its own, of what it has.
     of_ranks = {int(m[1]): key for key in folder.files if (m := _OF_RANK.fullmatch(key))}
@@ -253,11 +241,20 @@ def _metadata(
                 where=folder.where(missing or DCP_METADATA),
                 hint="a save that was interrupted has none; copy the folder again, or use another",
             )
+    return keys
+
+
+def _metadata(
+    folder: Folder,
+) -> tuple[dict[str, Placeholder], dict[tuple[str, Any], Place], dict[str, Path]]:
+    """What is in the checkpoint by flat name; where each part is, by name and offset; and which
+    path in a nested dictionary each name stands for.
+    """
     entries: dict[str, Placeholder] = {}
-    items: dict[tuple[str, Any], _Item] = {}
+    items: dict[tuple[str, Any], Place] = {}
     paths: dict[str, Path] = {}
     of_several: set[str] = set()
-    for key, inside in keys.items():
+    for key, inside in _documents(folder).items():
         where = folder.where(key)
         found = read_pickle(folder.read(key), where)
         if not isinstance(found, Placeholder) or found.kind != "Metadata":
@@ -291,20 +288,16 @@ def _metadata(
             if type(path) is tuple and path and all(type(node) in (str, int) for node in path)
         }
     for name in of_several:
-        _check_ranks(entries[name], f"{folder.store.location}: {name}")
-    return entries, items, paths
-
-
-def _check_ranks(entry: Placeholder, where: str) -> None:
-    """Refuse a tensor of which ranks have parts that overlap, and are not the same."""
-    shape, _, boxes = _described(entry, where)
-    if sum(box.size for box in {*boxes}) > math.prod(shape):
+        where = f"{folder.store.location}: {name}"
+        shape, _, boxes = _described(entries[name], where)
         # Where a job of fewer ranks saved into the folder, the files of the former one remain.
-        raise FormatError(
-            "parts of the tensor that ranks have overlap",
-            where=where,
-            hint="saves of two jobs are in the folder; remove the files of the older one",
-        )
+        if sum(box.size for box in {*boxes}) > math.prod(shape):
+            raise FormatError(
+                "parts of the tensor that ranks have overlap",
+                where=where,
+                hint="saves of two jobs are in the folder; remove the files of the older one",
+            )
+    return entries, items, paths
 
 
 def _map(value: Any, where: str) -> dict[Any, Any]:
@@ -313,7 +306,7 @@ def _map(value: Any, where: str) -> dict[Any, Any]:
     return value
 
 
-def _stored(index: Any, info: Any, inside: str, where: str) -> tuple[tuple[str, Any], _Item]:
+def _stored(index: Any, info: Any, inside: str, where: str) -> tuple[tuple[str, Any], Place]:
     if not isinstance(index, Placeholder) or not isinstance(info, Placeholder):
         raise FormatError("not what DCP says of where a part is", where=where)
     key, said = index.fields(), info.fields()
@@ -329,7 +322,7 @@ def _stored(index: Any, info: Any, inside: str, where: str) -> tuple[tuple[str, 
     start = document.integer(said.get("offset"), f"{where}: {name}")
     length = document.integer(said.get("length"), f"{where}: {name}")
     offset = None if offset is None else document.integers(offset, f"{where}: {name}")
-    return (name, offset), _Item(file, start, length)
+    return (name, offset), Place(file, start, length)
 
 
 def _described(entry: Placeholder, where: str) -> tuple[tuple[int, ...], DType, list[Box]]:
@@ -356,44 +349,35 @@ def _described(entry: Placeholder, where: str) -> tuple[tuple[int, ...], DType, 
     return shape, dtype_of(dtype, where), boxes
 
 
-class _Heads:
-    """Reads the heads of parts. Those of parts that are alike are alike to the byte."""
-
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self._known: dict[bytes, _Head] = {}
-        self._lengths: dict[int, None] = {}
-        """The lengths of the heads that are known."""
-
-    def read(self, file: str, items: list[_Item]) -> Iterator[_Head]:
-        where = self._folder.where(file)
-        ranges = [(item.offset, min(item.length, _HEAD_BYTES)) for item in items]
-        for item, data in zip(items, self._folder.read_many(file, ranges), strict=True):
-            known = (self._known.get(data[:length]) for length in self._lengths)
-            head = next((head for head in known if head), None) or self._parsed(
-                file, item, data, where
-            )
-            if head.end > item.length:
-                raise FormatError("a part is longer than the metadata says", where=where)
-            yield head
-
-    def _parsed(self, file: str, item: _Item, data: bytes, where: str) -> _Head:
-        most = min(item.length, _MOST_HEAD_BYTES)
-        found = _head_of(data, where)
-        if found is None and len(data) < most:
-            (data,) = self._folder.read_many(file, [(item.offset, most)])
-            found = _head_of(data, where)
-        if found is None:
-            raise FormatError(
-                "what the metadata says is a tensor is no file of torch.save",
-                where=where,
-                value=item.offset,
-                hint="the file was cut short or changed; copy it again",
-            )
-        length, head = found
-        self._known[data[:length]] = head
-        self._lengths.setdefault(length)
-        return head
+def _heads(
+    folder: Folder, file: str, items: list[Place], known: dict[int, dict[bytes, _Head]]
+) -> Iterator[_Head]:
+    """The heads of parts in a file. Those of parts that are alike are alike to the byte: so each is
+    looked up in those that are `known`, by their lengths, and added to them.
+    """
+    where = folder.where(file)
+    ranges = [(item.offset, min(item.length, _HEAD_BYTES)) for item in items]
+    for item, data in zip(items, folder.read_many(file, ranges), strict=True):
+        alike = (heads.get(data[:length]) for length, heads in known.items())
+        head = next((head for head in alike if head), None)
+        if head is None:
+            begins, most = data, min(item.length, _MOST_HEAD_BYTES)
+            found = _head_of(begins, where)
+            if found is None and len(begins) < most:
+                (begins,) = folder.read_many(file, [(item.offset, most)])
+                found = _head_of(begins, where)
+            if found is None:
+                raise FormatError(
+                    "what the metadata says is a tensor is no file of torch.save",
+                    where=where,
+                    value=item.offset,
+                    hint="the file was cut short or changed; copy it again",
+                )
+            length, head = found
+            known.setdefault(length, {})[begins[:length]] = head
+        if head.end > item.length:
+            raise FormatError("a part is longer than the metadata says", where=where)
+        yield head
 
 
 def _head_of(data: bytes, where: str) -> tuple[int, _Head] | None:
@@ -429,11 +413,11 @@ def _head_of(data: bytes, where: str) -> tuple[int, _Head] | None:
 
 
 def _objects(
-    folder: Folder, objects: Mapping[str, _Item], unread: dict[str, str]
+    folder: Folder, objects: Mapping[str, Place], unread: dict[str, str]
 ) -> Iterator[tuple[str, Any]]:
     """What is no tensor, by name; what cannot be read is added to `unread` with the reason."""
     known: dict[bytes, Any] = {}
-    by_file: dict[str, list[tuple[str, _Item]]] = {}
+    by_file: dict[str, list[tuple[str, Place]]] = {}
     for name, item in objects.items():
         if item.length > _MOST_OBJECT_BYTES:
             unread[name] = f"an object of {item.length} bytes"
@@ -455,11 +439,12 @@ def _objects(
                 unread[name] = reason(error)
 
 
-def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, Any]) -> Any:
+def _object(data: bytes, file: str, item: Place, where: str, known: dict[bytes, Any]) -> Any:
     begin = local_end(data)
     ends = -1 if begin is None else data.find(_ENDS, begin)
-    if ends >= 0 and data[begin : ends + 1] in known:
-        return known[data[begin : ends + 1]]
+    told = data[begin : ends + 1] if ends >= 0 else b""
+    if told in known:
+        return known[told]
     has_storages = False
 
     def persistent(said: Any) -> Storage:
@@ -467,11 +452,10 @@ def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, 
         has_storages = True
         return storage_of(said, where)
 
-    if ends >= 0:
-        value = read_pickle(data[begin : ends + 1], where, persistent)
+    if told:
+        value = read_pickle(told, where, persistent)
         if not has_storages:
-            value = plain(value, where)
-            return known.setdefault(data[begin : ends + 1], value)
+            return known.setdefault(told, plain(value, where))
     # Tensors in objects, such as the state of a generator of random numbers.
     store = MemoryStore()
     store.put(file, data)
