@@ -7,7 +7,7 @@ order. A folder has an index that says which tensor is in which file; without on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -51,17 +51,20 @@ def read_safetensors(folder: Folder) -> ForeignStep:
     details: dict[str, Any] = {}
     parts: dict[str, list[tuple[str, dict[str, Any], Box | None]]] = {}
     for key in files:
-        header = read_header(folder, key)
+        header, where = read_header(folder, key), folder.where(key)
         said = header.pop(METADATA, None) or {}
         if not isinstance(said, dict):
-            raise FormatError("not a map", where=f"{folder.where(key)}: {METADATA}", value=said)
-        offsets = _sharding(said.pop(SHARDING, None), folder.where(key))
+            raise FormatError("not a map", where=f"{where}: {METADATA}", value=said)
+        sharding = said.pop(SHARDING, None)
+        if sharding is not None:
+            sharding = parsed(document.text(sharding, f"{where}: {SHARDING}").encode(), where)
         if isinstance(said.get("format"), str):
             details.setdefault("format", said["format"])
         for name, entry in header.items():
             if indexed is not None and indexed.get(name) != key:
                 continue  # the index counts: the file may be shared with another model
-            parts.setdefault(name, []).append((key, entry, offsets(name, entry)))
+            box = _box(sharding, name, entry, where)
+            parts.setdefault(name, []).append((key, entry, box))
     missing = sorted(set(indexed or ()) - parts.keys())
     if missing:
         raise FormatError(
@@ -206,21 +209,14 @@ def _check_count(folder: Folder, files: Iterable[str]) -> None:
             )
 
 
-def _sharding(text: Any, where: str) -> Callable[[str, Any], Box | None]:
-    """What DCP says in a shard of where each tensor of it begins in the whole one."""
-    if text is None:
-        return lambda _name, _entry: None
-    said = parsed(document.text(text, f"{where}: {SHARDING}").encode(), where)
-
-    def box(name: str, entry: Any) -> Box | None:
-        known = said.get(name) if isinstance(said, dict) else None
-        if known is None:
-            return None
-        offsets = known.get("saved_offsets") if isinstance(known, dict) else None
-        at = f"{where}: {name}"
-        return Box(document.integers(offsets, at), document.integers(entry["shape"], at))
-
-    return box
+def _box(sharding: Any, name: str, entry: Any, where: str) -> Box | None:
+    """Where in the whole tensor this one is, by what DCP says in a shard of all that are in it."""
+    known = sharding.get(name) if isinstance(sharding, dict) else None
+    if known is None:
+        return None
+    offsets = known.get("saved_offsets") if isinstance(known, dict) else None
+    at = f"{where}: {name}"
+    return Box(document.integers(offsets, at), document.integers(entry["shape"], at))
 
 
 def _array(
@@ -229,11 +225,18 @@ def _array(
     """One tensor, of which shards may be in several files."""
     extents: list[Extent] = []
     dtypes: set[str] = set()
-    wholes: Iterable[tuple[int, ...]]
     for key, entry, box in found:
         at = f"{folder.where(key)}: {name}"
         shape = document.integers(entry["shape"], f"{at}: shape")
-        dtype = _dtype(entry["dtype"], at)
+        spelled = document.text(entry["dtype"], f"{at}: dtype")
+        if spelled not in DTYPES:
+            raise UnsupportedTypeError(
+                "no such element type here",
+                where=at,
+                value=spelled,
+                hint=f"supported are {', '.join(DTYPES)}",
+            )
+        dtype = DType.of(DTYPES[spelled])
         begin, end = entry["data_offsets"]
         if Box.whole(shape).size * dtype.itemsize != end - begin:
             raise FormatError(
@@ -255,18 +258,5 @@ def _array(
         raise FormatError("its shards differ in their number of dims", where=name)
     # Nothing says how large the whole is: it ends where the last shard does. A shard that is
     # missing in between leaves a hole, which is seen. One that is missing at the end is not.
-    wholes = zip(*ends, strict=True)
-    shape = tuple(max(along) for along in wholes)
+    shape = tuple(max(along) for along in zip(*ends, strict=True))
     return ForeignArray(join("model", name), shape, DType.of(dtypes.pop()), tuple(extents))
-
-
-def _dtype(spelled: Any, where: str) -> DType:
-    text = document.text(spelled, f"{where}: dtype")
-    if text not in DTYPES:
-        raise UnsupportedTypeError(
-            "no such element type here",
-            where=where,
-            value=text,
-            hint=f"supported are {', '.join(DTYPES)}",
-        )
-    return DType.of(DTYPES[text])

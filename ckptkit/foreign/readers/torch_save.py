@@ -56,7 +56,10 @@ def read_torch(folder: Folder) -> ForeignStep:
     if folder.only is not None:
         indexes = [folder.only]
     if len(indexes) == 1:
-        return _one(folder, _indexed(folder, indexes[0]))
+        names_in: dict[str, set[str]] = {}
+        for name, key in weight_map(folder, indexes[0]).items():
+            names_in.setdefault(key, set()).add(name)
+        return _one(folder, names_in)
     files = [key for key in names if key.endswith(_ENDINGS)]
     ranks = _ranks(folder, files)
     only_ranks = ranks.keys() == set(files)
@@ -162,14 +165,6 @@ def _check_shards(folder: Folder, shards: Sequence[str]) -> None:
     )
 
 
-def _indexed(folder: Folder, index: str) -> dict[str, set[str] | None]:
-    """The files of an index, each with the names that count in it."""
-    files: dict[str, set[str]] = {}
-    for name, key in weight_map(folder, index).items():
-        files.setdefault(key, set()).add(name)
-    return {**files}
-
-
 def _one(
     folder: Folder,
     files: Mapping[str, set[str] | None],
@@ -251,10 +246,11 @@ def _of_ranks(
                 trees[rank][what] = part.tree
                 continue
             tree = part.tree if isinstance(part.tree, dict) else {"value": part.tree}
-            is_optimizer = what.startswith(_OPTIMIZERS) and "state" in tree
-            name = "optimizer" if is_optimizer else what if is_extra else "model"
-            nested = name if not is_extra and not (tree.keys() & {"model", "optimizer"}) else None
-            tree = {nested: tree} if nested else tree if not is_extra else {what: tree}
+            if is_extra:
+                tree = {what: tree}
+            elif not tree.keys() & {"model", "optimizer"}:
+                is_optimizer = what.startswith(_OPTIMIZERS) and "state" in tree
+                tree = {"optimizer" if is_optimizer else "model": tree}
             if clashes := trees[rank].keys() & tree.keys():
                 raise FormatError(
                     f"several files of rank {rank} have the same: a model that is not the other's",
