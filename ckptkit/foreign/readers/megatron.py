@@ -51,8 +51,8 @@ def read_megatron(folder: Folder) -> ForeignStep:
     unread = dict(has.unread)
     common = _common(folder, has, unread)
     model, states, theirs = _named(has.tensors)
-    args = common.get("args")
-    sizes = _sizes(args if isinstance(args, dict) else {})
+    args = common["args"] if isinstance(common.get("args"), dict) else {}
+    sizes = _sizes(args)
     of_ranks, objects = _objects(has.objects)
     said = [common.pop("optimizer", None), of_ranks]
     noted: dict[str, Any] = {key: n for key, n in sizes.items() if key.endswith("vocab_size")}
@@ -63,27 +63,27 @@ def read_megatron(folder: Folder) -> ForeignStep:
             "model's: the optimizer is of other weights, or was saved wrong"
         )
     if any(BUCKETS.fullmatch(name) for name in has.tensors):
-        placed = placed_in(folder, has.tensors, model)
-        for name, of_one in placed.states.items():
-            states.setdefault(name, {}).update(of_one)
-        for (name, state), key in placed.theirs.items():
-            theirs[f"optimizer/{name}/{state}"] = key
-        if placed.lost:
+        placed, lost = placed_in(folder, has.tensors, model)
+        for name, of_one in placed.items():
+            for state, (tensor, key) in of_one.items():
+                states.setdefault(name, {})[state] = tensor
+                theirs[_ours(name, state)] = key
+        if lost:
             unread["optimizer.distributed"] = (
-                f"of {_some(placed.lost, model)} no state was found in the buckets of the "
+                f"of {_some(lost, model)} no state was found in the buckets of the "
                 "distributed optimizer, or nothing tells whose it is; where they are not frozen, "
                 "load it with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
             )
     optimizer = optimizer_of(states, said)
     # What of the model was the same on all ranks, and no tensor of Megatron.
-    beside = {key: common.pop(key) for key in ("model",) if common.get(key)}
+    beside = common.pop("model", None)
     found = states_of({**objects, **common, "model": model, **optimizer}, where)
-    for key, value in {**beside, "optimizer": [each for each in said if each]}.items():
+    for key, value in (("model", beside), ("optimizer", [each for each in said if each])):
         if value:
             found.keep(f"extra/{key}", value)
     found.theirs |= {name: key for name, key in theirs.items() if name in found.theirs}
     found.left_out |= unread
-    strategy, arrays = _spread(args if isinstance(args, dict) else {}, found.arrays)
+    strategy, arrays = _spread(args, found.arrays)
     used = sorted({*has.files, *(key for key in (CONFIG, COMMON) if key in folder.files)})
     return found.step(
         "megatron",
@@ -117,7 +117,7 @@ def _named(
             if (state or name) in into:
                 raise FormatError("two tensors have this name", where=stored, value=name)
             into[state or name] = one
-            theirs[f"optimizer/{name}/{state}" if state else f"model/{name}"] = stored + suffix
+            theirs[_ours(name, state)] = stored + suffix
     _join_halves(model, theirs)
     for state in {state for has in states.values() for state in has}:
         of_all = {name: has.pop(state) for name, has in states.items() if state in has}
@@ -125,6 +125,11 @@ def _named(
         for name, one in of_all.items():
             states.setdefault(name, {})[state] = one
     return model, {name: has for name, has in states.items() if has}, theirs
+
+
+def _ours(name: str, state: str | None) -> str:
+    """What the array of a parameter is called here, or that of one of its states."""
+    return f"optimizer/{name}/{state}" if state else f"model/{name}"
 
 
 def _some(names: Sequence[str], of: Mapping[str, Any]) -> str:
@@ -167,12 +172,9 @@ def _common(folder: Folder, has: Contents, unread: dict[str, str]) -> dict[str, 
             value="common_state",
             hint="move the file away: what .metadata lists is the last save",
         )
-    if COMMON not in folder.files:
-        if not said:
-            folder.size(COMMON)
-        value = said[0][0] if said and isinstance(said[0], list) and said[0] else {}
-        return _common_values(value, folder)
-    return read_common(folder, unread)
+    if not said:
+        return read_common(folder, unread)
+    return _common_values(said[0][0] if isinstance(said[0], list) and said[0] else {}, folder)
 
 
 def read_common(folder: Folder, unread: dict[str, str]) -> dict[str, Any]:
@@ -384,10 +386,6 @@ def _join_halves(
     tensors: dict[str, StateTensor], theirs: dict[str, str], state: str | None = None
 ) -> None:
     """Make one tensor of those that are called `weight_w` and `weight_v`."""
-
-    def ours(name: str) -> str:
-        return f"optimizer/{name}/{state}" if state else f"model/{name}"
-
     for name in list(tensors):
         match = HALF.fullmatch(name)
         other = f"{match[1]}_v" if match and match[2] == "w" else ""
@@ -404,4 +402,5 @@ def _join_halves(
         tensors[match[1]] = StateTensor(
             (2 * first.shape[0], *first.shape[1:]), first.dtype, (*first.extents, *below)
         )
-        theirs[ours(match[1])] = f"{theirs.pop(ours(name))}, {theirs.pop(ours(other))}"
+        halves = [theirs.pop(_ours(half, state)) for half in (name, other)]
+        theirs[_ours(match[1], state)] = ", ".join(halves)

@@ -88,27 +88,19 @@ class _Bucket:
     states: dict[str, Stretches] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class FoundStates:
-    """The states of the parameters that were found, by their names."""
-
-    states: dict[str, dict[str, StateTensor]] = field(default_factory=dict)
-    theirs: dict[tuple[str, str], str] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)
-    """The names that were not found, or that could be several."""
-
-
 def placed_in(
     folder: Folder, tensors: Mapping[str, StateTensor], model: Mapping[str, StateTensor]
-) -> FoundStates:
-    """The states of the parameters of a model in the buckets that are among some tensors."""
+) -> tuple[dict[str, dict[str, tuple[StateTensor, str]]], list[str]]:
+    """The states of the parameters of a model in the buckets that are among some tensors, each with
+    where it is; and the names of those that were not found, or that could be several.
+    """
     parts = {name: _parts_of(name, tensor, model) for name, tensor in model.items()}
     groups: dict[tuple[str, int], list[_Bucket]] = {}
     for bucket in _buckets(tensors):
         groups.setdefault(bucket.ranks, []).append(bucket)
     is_tied = not any(name.endswith("output_layer.weight") for name in model)
     places: dict[tuple[str, int], _Slot] = {}
-    for (_, number), buckets in sorted(groups.items(), key=lambda item: item[0]):
+    for (_, number), buckets in groups.items():
         # Ranks of tensor parallelism are next to each other in every order that Megatron has.
         slots = _slots(folder, buckets, [of[number % len(of)] for of in parts.values() if of])
         _decide(slots, is_tied=is_tied)
@@ -116,14 +108,12 @@ def placed_in(
             for part in slot.fitting:
                 # Where several groups have the same part, each would do.
                 places.setdefault((part.name, part.place), slot)
-    found = FoundStates()
+    found: dict[str, dict[str, tuple[StateTensor, str]]] = {}
     for name, of in parts.items():
         there = [(part, at) for part in of if (at := places.get((name, part.place)))]
         if there and len(there) == len(of):
-            _put(found, name, model[name], there)
-        else:
-            found.lost.append(name)
-    return found
+            found[name] = _states(model[name], there)
+    return found, [name for name in parts if name not in found]
 
 
 def differing(
@@ -241,12 +231,12 @@ def _slots(
         way = _way(edges[bucket], bucket.states["param"].size)
         if way is None:
             return []
-        found += [edges[bucket][at][size] for at, size in way]
+        found += way
     return found
 
 
-def _way(edges: Mapping[int, Mapping[int, object]], total: int) -> list[tuple[int, int]] | None:
-    """The places, and how many elements each has, that a bucket is made of, if there is one way."""
+def _way(edges: Mapping[int, Mapping[int, _Slot]], total: int) -> list[_Slot] | None:
+    """The places that a bucket is made of, if there is one way. `edges` are by begin and size."""
 
     def after(at: int, size: int) -> int:
         return total if at + size == total else -(-(at + size) // _ALIGNED) * _ALIGNED
@@ -255,14 +245,14 @@ def _way(edges: Mapping[int, Mapping[int, object]], total: int) -> list[tuple[in
     for at in sorted(edges, reverse=True):
         if any(after(at, size) in is_end for size in edges[at]):
             is_end.add(at)
-    way: list[tuple[int, int]] = []
+    way: list[_Slot] = []
     at = 0
     while at < total:
-        sizes = [size for size in edges.get(at, ()) if after(at, size) in is_end]
-        if len(sizes) != 1:
+        fitting = [slot for size, slot in edges.get(at, {}).items() if after(at, size) in is_end]
+        if len(fitting) != 1:
             return None
-        way.append((at, sizes[0]))
-        at = after(at, sizes[0])
+        way += fitting
+        at = after(at, fitting[0].size)
     return way
 
 
@@ -307,21 +297,19 @@ def _take_out(slots: Sequence[_Slot]) -> None:
                 slot.fitting = [part for part in slot.fitting if part.name not in taken]
 
 
-def _put(
-    found: FoundStates,
-    name: str,
-    tensor: StateTensor,
-    there: Sequence[tuple[_LocalParameter, _Slot]],
-) -> None:
-    """Add the states of one parameter, whose parts are at some places."""
+def _states(
+    tensor: StateTensor, there: Sequence[tuple[_LocalParameter, _Slot]]
+) -> dict[str, tuple[StateTensor, str]]:
+    """The states of one parameter, whose parts are at some places."""
     # Where ranks cut rows only, a part is one run of elements, and any cut in it is one in a row.
     is_flat = all(
         extent.box.shape[1:] == tensor.shape[1:]
         for part, _ in there
         for extent in part.row.stretches
     )
-    states = set.intersection(*(set(slot.bucket.states) for _, slot in there))
-    for state in sorted(states):
+    found: dict[str, tuple[StateTensor, str]] = {}
+    first_slot = there[0][1]
+    for state in sorted(set.intersection(*(set(slot.bucket.states) for _, slot in there))):
         extents: list[Extent] = []
         for part, slot in there:
             row = slot.bucket.states[state]
@@ -335,13 +323,11 @@ def _put(
                         extents.append(Extent(box, extent.file, offset))
                         offset += box.size * row.dtype.itemsize
                     within += high - low
-        dtype = there[0][1].bucket.states[state].dtype
-        found.states.setdefault(name, {})[state] = StateTensor(
-            tensor.shape, dtype, tuple(extents), is_flat=is_flat
-        )
-        slot = there[0][1]
-        where = f"{slot.bucket.key}{state}[{slot.begin}:{slot.begin + slot.size}]"
-        found.theirs[name, state] = where
+        dtype = first_slot.bucket.states[state].dtype
+        made = StateTensor(tensor.shape, dtype, tuple(extents), is_flat=is_flat)
+        begin, end = first_slot.begin, first_slot.begin + first_slot.size
+        found[state] = made, f"{first_slot.bucket.key}{state}[{begin}:{end}]"
+    return found
 
 
 def _boxes(box: Box, begin: int, end: int, shape: tuple[int, ...] | None) -> Iterator[Box]:
