@@ -11,7 +11,7 @@ import binascii
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -79,7 +79,7 @@ def read_orbax(folder: Folder) -> ForeignStep:
     arrays = Arrays(folder)
     leaves: dict[_Leaf, StateTensor] = {}
     told: dict[_Leaf, dict[str, Any]] = {}
-    keys: dict[str, str] = {}
+    keys: dict[_Leaf, str] = {}
     tree: dict[str, Any] = {}
     for item in items:
         # The name of an item tells what is in it, as keys of one tree do; that of all of the state
@@ -99,7 +99,7 @@ def read_orbax(folder: Folder) -> ForeignStep:
     nanoseconds = root.get("commit_timestamp_nsecs")
     if type(nanoseconds) is not int or not 0 < nanoseconds < 1 << 63:
         nanoseconds = 0
-    keys_of = {name_of[leaf]: keys[name] for leaf in leaves if (name := leaf.dotted) in keys}
+    keys_of = {name_of[leaf]: keys[leaf] for leaf in leaves if leaf in keys}
     return ForeignStep(
         format="Orbax",
         files={key: folder.size(key) for key in arrays.files},
@@ -110,7 +110,7 @@ def read_orbax(folder: Folder) -> ForeignStep:
         details=found.details | ({"random_keys": keys_of} if keys_of else {}),
         step=counted(tree) or (int(number[1]) if number else 0),
         time=nanoseconds / 1e9,
-        encoded=arrays.encoded,
+        encoded=tuple(arrays.encoded.values()),
     )
 
 
@@ -201,7 +201,7 @@ def _leaves(said: Mapping[str, Any], above: Path, where: str) -> Iterator[_Leaf]
 
 
 def _add_arrays(
-    found: States, leaves: Mapping[_Leaf, StateTensor], keys: Mapping[str, str]
+    found: States, leaves: Mapping[_Leaf, StateTensor], keys: Container[_Leaf]
 ) -> dict[_Leaf, str]:
     """Add all arrays, by the names that they get."""
     tops = {leaf.path[0] for leaf in leaves}
@@ -211,7 +211,7 @@ def _add_arrays(
     in_model = {
         leaf: join("model", ".".join(leaf.path if is_bare else leaf.path[1:] or leaf.path))
         for leaf in leaves
-        if leaf.dotted not in keys and (is_bare or leaf.path[0] == model)
+        if leaf not in keys and (is_bare or leaf.path[0] == model)
     }
     parameters = {leaf.path[not is_bare :]: name for leaf, name in in_model.items()}
     shapes = {name: leaves[leaf].shape for leaf, name in in_model.items()}
@@ -262,10 +262,10 @@ def _add_others(
             found.left_out[join("extra", item)] = f"an item that {kind} wrote"
 
 
-def _random_keys(folder: Folder, item: str, leaves: Mapping[_Leaf, Any]) -> dict[str, str]:
-    """Which arrays are keys of random numbers, by their paths, and of which kind."""
-    names = {leaf.name: leaf.dotted for leaf in leaves}
-    found: dict[str, str] = {}
+def _random_keys(folder: Folder, item: str, leaves: Mapping[_Leaf, Any]) -> dict[_Leaf, str]:
+    """Which arrays are keys of random numbers, and of which kind."""
+    by_name = {leaf.name: leaf for leaf in leaves}
+    found: dict[_Leaf, str] = {}
     for key in sorted(folder.files):
         if key.startswith(f"{item}array_metadatas/process_"):
             rows = _json(folder, key).get("array_metadatas")
@@ -273,8 +273,8 @@ def _random_keys(folder: Folder, item: str, leaves: Mapping[_Leaf, Any]) -> dict
                 said = row.get("array_metadata") if isinstance(row, dict) else None
                 more = said.get("ext_metadata") if isinstance(said, dict) else None
                 kind = more.get("random_key_impl") if isinstance(more, dict) else None
-                if kind and said and said.get("param_name") in names:
-                    found[names[said["param_name"]]] = str(kind)
+                if kind and said and said.get("param_name") in by_name:
+                    found[by_name[said["param_name"]]] = str(kind)
     return found
 
 

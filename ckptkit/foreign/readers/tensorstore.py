@@ -8,7 +8,6 @@ where in it each of them lies.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -64,9 +63,9 @@ class Arrays:
     """The arrays of a checkpoint, as far as they were read."""
 
     folder: Folder
-    encoded: list[Encoded] = field(default_factory=list)
     files: dict[str, None] = field(default_factory=dict)
-    _starts: list[int] = field(default_factory=list)
+    encoded: dict[int, Encoded] = field(default_factory=dict)
+    """By where each begins in the file of what is decoded."""
     _end: int = 0
 
     def read(
@@ -75,7 +74,17 @@ class Arrays:
         """The shape, type and extents of each of these. `values` is what keys have; with
         `lacks_zeros` a chunk that is all zeros may have none.
         """
-        keys = [self._metadata(values, name) for name in names]
+        keys = []
+        for name in names:
+            spelled = (f"{name}/{_ZARR_3}", f"{name}/{_ZARR_2}")
+            key = next((key for key in spelled if key in values), None)
+            if key is None:
+                raise FormatError(
+                    "an array is missing",
+                    where=f"{self.folder.store.location}: {name}",
+                    hint="the save was not finished, or it was not copied along; copy it again",
+                )
+            keys.append(key)
         said = read_places(self.folder, [values[key] for key in keys])
         known = [
             _zarr(data, f"{self.folder.store.location}: {key}")
@@ -111,22 +120,12 @@ class Arrays:
         place = Place(extent.file, extent.offset, dtype.itemsize)
         chunk = Encoded("", dtype.itemsize, place, is_compressed=False)
         if extent.file == DECODED:
-            chunk = self.encoded[bisect_right(self._starts, extent.offset) - 1]
+            chunk = self.encoded[extent.offset]
         if chunk.place is None:
             return dtype.numpy.type(0).item()
         (data,) = read_places(self.folder, [chunk.place])
         where = f"{self.folder.where(chunk.place.file)}: {chunk.name}"
         return decoded(data, chunk, where).view(dtype.numpy)[0].item()
-
-    def _metadata(self, values: Mapping[str, Place], name: str) -> str:
-        key = next((k for end in (_ZARR_3, _ZARR_2) if (k := f"{name}/{end}") in values), None)
-        if key is None:
-            raise FormatError(
-                "an array is missing",
-                where=f"{self.folder.store.location}: {name}",
-                hint="the save was not finished, or it was not copied along; copy it again",
-            )
-        return key
 
     def _indices(
         self, shards: Sequence[tuple[_Zarr, str, Place | None]]
@@ -182,8 +181,7 @@ class Arrays:
             if not zarr.is_compressed and place.inside is None:
                 yield Extent(Box(at, shape), place.file, place.offset, strides)
                 return
-        self._starts.append(self._end)
-        self.encoded.append(Encoded(key, nbytes, place, zarr.is_compressed))
+        self.encoded[self._end] = Encoded(key, nbytes, place, zarr.is_compressed)
         yield Extent(Box(at, shape), DECODED, self._end, strides)
         self._end += nbytes
 
@@ -353,13 +351,12 @@ def _roots(said: _Fields, top: str) -> list[_Node]:
 def _children(said: _Fields, files: list[tuple[str, str]], node: _Node, top: str) -> list[_Node]:
     count = said.number()
     keys, common = said.keys(count, has_common=True)
-    numbers, offsets, lengths = (said.numbers(count) for _ in range(3))
+    rows = zip(keys, common, *(said.numbers(count) for _ in range(3)), strict=True)
     found = []
-    for place in range(count):
-        file, base = said.file(files, numbers[place])
-        prefix = node.prefix + keys[place][: common[place]]
-        where = Place(f"{top}{file}", offsets[place], lengths[place])
-        found.append(_Node(where, node.height - 1, prefix, base))
+    for key, shared, number, offset, length in rows:
+        file, base = said.file(files, number)
+        where = Place(f"{top}{file}", offset, length)
+        found.append(_Node(where, node.height - 1, node.prefix + key[:shared], base))
     return found
 
 
@@ -373,13 +370,13 @@ def _values(
     if not {*kinds} <= {0, 1}:
         raise said.wrong("a value that is neither inside nor outside of its node")
     apart = sum(kinds)
-    numbers, offsets = said.numbers(apart), said.numbers(apart)
-    spent = number = 0
-    for key, length, is_apart in zip(keys, lengths, kinds, strict=True):
-        if is_apart:
-            file, _ = said.file(files, numbers[number])
-            place = Place(f"{top}{file}", offsets[number], length)
-            number += 1
+    outside = zip(said.numbers(apart), said.numbers(apart), strict=True)
+    spent = 0
+    for key, length, is_outside in zip(keys, lengths, kinds, strict=True):
+        if is_outside:
+            number, offset = next(outside)
+            file, _ = said.file(files, number)
+            place = Place(f"{top}{file}", offset, length)
         else:
             place = Place(node.place.file, node.place.offset, length, said.raw(length))
         name = node.prefix + key
@@ -456,25 +453,9 @@ class _Fields:
         """Keys, each of which says how much of the one before it begins with; and how much of each
         all below it begin with.
         """
-        shared = [0, *self.numbers(max(0, count - 1))]
+        shared = [0, *self.numbers(max(0, count - 1))][:count]
         more = self.numbers(count)
         common = self.numbers(count) if has_common else []
-        return self._joined(shared[:count], more), common
-
-    def files(self, base: str) -> list[tuple[str, str]]:
-        """The files of a node, and what those of its children begin with."""
-        count = self.number()
-        shared = [0, *self.numbers(max(0, count - 1))]
-        more, bases = self.numbers(count), self.numbers(count)
-        try:
-            return [
-                (base + path.decode(), base + path[:length].decode())
-                for path, length in zip(self._joined(shared[:count], more), bases, strict=True)
-            ]
-        except UnicodeDecodeError as error:
-            raise self.wrong("a name of a file that is no text") from error
-
-    def _joined(self, shared: list[int], more: list[int]) -> list[bytes]:
         found: list[bytes] = []
         last, total = b"", 0
         for begin, length in zip(shared, more, strict=True):
@@ -483,7 +464,18 @@ class _Fields:
                 raise self.wrong("a name that is longer than names are")
             last = last[:begin] + self.raw(length)
             found.append(last)
-        return found
+        return found, common
+
+    def files(self, base: str) -> list[tuple[str, str]]:
+        """The files of a node, and what those of its children begin with."""
+        paths, common = self.keys(self.number(), has_common=True)
+        try:
+            return [
+                (base + path.decode(), base + path[:length].decode())
+                for path, length in zip(paths, common, strict=True)
+            ]
+        except UnicodeDecodeError as error:
+            raise self.wrong("a name of a file that is no text") from error
 
     def file(self, files: list[tuple[str, str]], number: int) -> tuple[str, str]:
         if number >= len(files):
