@@ -22,7 +22,7 @@ from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
 from ckptkit.foreign.folder import Folder, parsed, read_yaml
 from ckptkit.foreign.spread import MeshPart, by_ranks, strategy_of
-from ckptkit.foreign.states import StateTensor, counted, states_of
+from ckptkit.foreign.states import StateTensor, counted, reason, states_of
 from ckptkit.foreign.torch_file import dtype_of, is_whole, read_file
 from ckptkit.format.names import join
 from ckptkit.model import (
@@ -64,16 +64,12 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
         found.arrays.append(ForeignArray(name, tensor.shape, tensor.dtype, tensor.extents, "other"))
     found.left_out |= snapshot.left_out
     listed = [entry for of_ranks in entries.values() for entry in of_ranks.values()]
-    known = {tensor.get("location") for entry in listed for tensor in _tensors_of(entry)}
-    _check_slabs(folder, listed)
+    tensors = [tensor for entry in listed for tensor in _tensors_of(entry)]
+    _check_slabs(folder, tensors)
+    known = {tensor.get("location") for tensor in tensors}
     lost = (key for key in folder.files if key.startswith("sharded/") and key not in known)
     found.left_out |= dict.fromkeys(lost, "a file that no entry names")
-    spreads = {
-        array.name: spread
-        for array in found.arrays
-        if (spread := snapshot.spreads.get(array.extents))
-    }
-    strategy, arrays = snapshot.strategy(spreads, found.arrays)
+    strategy, arrays = snapshot.strategy(found.arrays)
     told = {"of_each_rank": sorted({path.partition("/")[0] for path, _, _ in snapshot.of_ranks})}
     told["of_rank_0"] = sorted(snapshot.differing)
     return found.step(
@@ -137,12 +133,12 @@ def _tensors_of(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
                 yield tensor
 
 
-def _check_slabs(folder: Folder, entries: Iterable[Mapping[str, Any]]) -> None:
+def _check_slabs(folder: Folder, tensors: Iterable[Mapping[str, Any]]) -> None:
     """Refuse a file of many tensors of which some are in no entry. The shape of a sharded tensor is
     told nowhere: without its last shards it would be a smaller one.
     """
     ranges: dict[str, set[tuple[int, int]]] = {}
-    for tensor in (each for entry in entries for each in _tensors_of(entry)):
+    for tensor in tensors:
         key, said = tensor.get("location"), tensor.get("byte_range")
         if type(key) is str and isinstance(said, list) and [*map(type, said)] == [int, int]:
             ranges.setdefault(key, set()).add((said[0], said[1]))
@@ -176,8 +172,8 @@ class _Snapshot:
                 self.below.setdefault(above, {})[node] = None
                 at = above
         self.files: dict[str, None] = {}
-        self.spreads: dict[tuple[Extent, ...], MeshPart] = {}
-        self.is_cut: set[tuple[Extent, ...]] = set()
+        self.spreads: dict[tuple[Extent, ...], MeshPart | None] = {}
+        """Of tensors that are cut; None where the way is not known."""
         self.is_replicated = False
         """Whether any tensor is."""
         self.of_ranks: list[tuple[str, int, StateTensor]] = []
@@ -328,9 +324,7 @@ class _Snapshot:
         else:
             boxes = {rank: [box for box, _ in parts] for rank, parts in by_rank.items() if parts}
             spread = by_ranks(shape, boxes, self.world)
-        self.is_cut.add(extents)
-        if spread is not None:
-            self.spreads[extents] = spread
+        self.spreads[extents] = spread
         return StateTensor(shape, dtype, extents)
 
     def _lists(self, rank: int, path: str) -> bool:
@@ -421,18 +415,19 @@ class _Snapshot:
         except CkptkitError as error:
             if not is_whole(self.folder.read(key)):
                 raise
-            self.left_out[path] = error.what + (f" (got {error.value})" if error.has_value else "")
+            self.left_out[path] = reason(error)
             return _GONE
         self.files[key] = None
         return value
 
     def strategy(
-        self, spreads: dict[str, MeshPart], arrays: Sequence[ForeignArray]
+        self, arrays: Sequence[ForeignArray]
     ) -> tuple[Strategy | None, list[ForeignArray]]:
         """What wrote it: known where every tensor is replicated, or cut in a known way."""
         if self.world == 1:
             return Strategy.of("single"), list(arrays)
-        known = all(array.name in spreads for array in arrays if array.extents in self.is_cut)
+        cut = {it.name: self.spreads[it.extents] for it in arrays if it.extents in self.spreads}
+        spreads = {name: spread for name, spread in cut.items() if spread is not None}
         apart = self.alike | {path for path, _, _ in self.of_ranks}
         alone = [
             path
@@ -441,7 +436,7 @@ class _Snapshot:
             if entry.get("type") in _WHOLE and entry.get("replicated") is not True
             if path not in apart
         ]
-        if not known or alone or not (self.is_cut or self.is_replicated):
+        if len(spreads) < len(cut) or alone or not (self.spreads or self.is_replicated):
             return None, list(arrays)
         line = ((None, self.world),)
         if not any(spread.mesh for spread in spreads.values()):
