@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import product, repeat
 from typing import Any
 
 import google_crc32c
@@ -105,8 +105,9 @@ class Arrays:
                     hint="the save was not finished, or the file was not copied along; where Orbax "
                     "left it out because all of it is zeros, restore it and save it again",
                 )
-            inside = [place] if not zarr.is_shard or place is None else indices[key]
-            for at, part in zip(_inner(zarr, origin), inside, strict=True):
+            # What is no shard, or all of it zeros, has no index.
+            inside = indices.get(key, repeat(place))
+            for at, part in zip(_inner(zarr, origin), inside, strict=False):
                 if part is None and zarr.fill not in _ZEROS:
                     raise FormatError("a chunk is missing", where=key)
                 extents[name] += self._extent(zarr, at, key, part)

@@ -270,7 +270,12 @@ def test_a_database_has_what_tensorstore_finds_in_it(
     assert dict(zip(found, read_places(folder, [*found.values()]), strict=True)) == wanted
 
 
-def test_zeros_that_were_left_out_are_told_from_what_is_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("driver", "metadata", "key"), [("zarr", None, r"0\.0"), ("zarr3", shards(ZSTD), "c/0/0")]
+)
+def test_zeros_that_were_left_out_are_told_from_what_is_missing(
+    driver: str, metadata: Mapping[str, Any] | None, key: str, tmp_path: Path
+) -> None:
     array = np.zeros((6, 4), np.float32)
     array[5, 3] = 1
     for place, database, says_zeros in (
@@ -282,13 +287,15 @@ def test_zeros_that_were_left_out_are_told_from_what_is_missing(tmp_path: Path) 
             tmp_path / place,
             {"params.w": array},
             database=database,
+            driver=driver,
+            metadata=metadata,
             lacks_zeros=True,
             says_zeros=says_zeros,
         )
     with ckptkit.open(tmp_path / "older") as checkpoint:
         assert same(checkpoint["model/w"][...], array)
     for name in ("files", "whole"):
-        with pytest.raises(FormatError, match=r"params\.w/0\.0: a chunk is missing"):
+        with pytest.raises(FormatError, match=rf"params\.w/{key}: a chunk is missing"):
             ckptkit.open(tmp_path / name)
 
 
