@@ -309,11 +309,11 @@ def _strategy(
         if spread is None:
             return None, found.arrays
         spreads[name_of[leaf]] = spread
-    sizes = {math.prod(size for _, size in spread.mesh) for spread in spreads.values()}
-    if not any(spread.mesh for spread in spreads.values()):
-        return (Strategy.of("single") if spreads else None), found.arrays
     with_mesh = {name: spread for name, spread in spreads.items() if spread.mesh}
-    return strategy_of(with_mesh, found.arrays, max(sizes))
+    if not with_mesh:
+        return (Strategy.of("single") if spreads else None), found.arrays
+    ranks = max(math.prod(size for _, size in spread.mesh) for spread in with_mesh.values())
+    return strategy_of(with_mesh, found.arrays, ranks)
 
 
 def _spread(shape: tuple[int, ...], said: Any) -> MeshPart | None:
