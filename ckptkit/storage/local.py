@@ -91,13 +91,10 @@ class LocalStore:
 
     def size(self, key: str) -> int:
         path = self._path(key)
-        with refusals(str(path)):
-            try:
-                status = path.stat()
-            except _ABSENT as error:
-                raise _absent(path) from error
+        with _asked_for(path):
+            status = path.stat()
             if not stat.S_ISREG(status.st_mode):
-                raise _absent(path)
+                raise IsADirectoryError
             return status.st_size
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
@@ -111,11 +108,8 @@ class LocalStore:
     def open(self, key: str, size: int | None = None) -> LocalSource:  # noqa: ARG002 — is asked
         """Open a file for reading; it stays readable when its name is deleted or replaced."""
         path = self._path(key)
-        with refusals(str(path)):
-            try:
-                return LocalSource(path)
-            except _ABSENT as error:
-                raise _absent(path) from error
+        with _asked_for(path):
+            return LocalSource(path)
 
     def create(
         self,
@@ -165,11 +159,8 @@ class LocalStore:
         folders: dict[Path, None] = {}
         for key in keys:
             path = self._path(key)
-            with refusals(str(path)):
-                try:
-                    sync_file(path)
-                except _ABSENT as error:
-                    raise _absent(path) from error
+            with _asked_for(path):
+                sync_file(path)
             folders[path.parent] = None
         for folder in folders:
             with refusals(str(folder)):
@@ -268,8 +259,16 @@ def _walked(
                     yield Stored(key, status.st_size, status.st_mtime)
 
 
-def _absent(path: Path) -> NotFoundError:
-    return NotFoundError("no such file", where=str(path), hint="check the path and the name")
+@contextmanager
+def _asked_for(path: Path) -> Iterator[None]:
+    """Translate every OSError inside; what is no regular file is not there."""
+    with refusals(str(path)):
+        try:
+            yield
+        except _ABSENT as error:
+            raise NotFoundError(
+                "no such file", where=str(path), hint="check the path and the name"
+            ) from error
 
 
 class LocalSink:
@@ -287,13 +286,11 @@ class LocalSink:
         self._path = path.with_name(new_temporary()) if again else path
         self._where = str(path)
         self._parts = Parts(self._where, extents)
-        self._pool = default_pool()
         self._made: list[Path] = []
         self._finished = False
-        # Blocks that several parts share: collected piece by piece, written as one; and how many
-        # bytes each still lacks.
-        self._edges: dict[int, AlignedBuffer] = {}
-        self._wanted: dict[int, int] = {}
+        # Blocks that several parts share, each with the number of bytes that it still lacks:
+        # collected piece by piece, written as one.
+        self._edges: dict[int, tuple[AlignedBuffer, int]] = {}
         self._edging = threading.Lock()
 
         def create() -> DirectFile:
@@ -335,7 +332,7 @@ class LocalSink:
             try:
                 if middle.nbytes and self._file.direct and address_of(middle) % BLOCK:
                     # By way of memory at a suitable address.
-                    with self._pool.take(min(_BOUNCE, middle.nbytes)) as bounce:
+                    with default_pool().take(min(_BOUNCE, middle.nbytes)) as bounce:
                         for begin in range(0, middle.nbytes, _BOUNCE):
                             piece = middle[begin : begin + _BOUNCE]
                             copy_bytes(piece, bounce[: piece.nbytes])
@@ -393,7 +390,7 @@ class LocalSink:
         if self._finished:
             return
         self._finished = True
-        for block in self._edges.values():
+        for block, _ in self._edges.values():
             block.give_back()
         self._edges.clear()
         with suppress(OSError), entered(self._root, self._path.parent) as folder:
@@ -418,15 +415,15 @@ class LocalSink:
             return None
         begin = offset // BLOCK * BLOCK
         with self._edging:
-            block = self._edges.get(begin)
-            if block is None:
-                block = self._edges[begin] = self._pool.take(BLOCK)
-                size = self._wanted[begin] = min(BLOCK, self._parts.total - begin)
+            if begin in self._edges:
+                block, lacking = self._edges.pop(begin)
+            else:
+                block, lacking = default_pool().take(BLOCK), min(BLOCK, self._parts.total - begin)
                 # What lies behind the end of the file reaches the disk too, until the file is cut.
-                block.view[size:] = bytes(BLOCK - size)
+                block.view[lacking:] = bytes(BLOCK - lacking)
             block.view[offset - begin : offset - begin + piece.nbytes] = piece
-            self._wanted[begin] -= piece.nbytes
-            if self._wanted[begin]:
+            lacking -= piece.nbytes
+            if lacking:
+                self._edges[begin] = block, lacking
                 return None
-            del self._wanted[begin]
-            return self._edges.pop(begin)
+            return block

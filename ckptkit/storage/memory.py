@@ -27,17 +27,12 @@ from ckptkit.storage.base.store import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Object:
-    data: bytes | bytearray
-    modified: float
-
-
 @dataclass(slots=True, weakref_slot=True)
 class _Shelf:
     """What all stores of one name share; paths are keys behind the folder of the location."""
 
-    objects: dict[str, _Object] = field(default_factory=dict)
+    objects: dict[str, tuple[bytes | bytearray, float]] = field(default_factory=dict)
+    """With the time of each."""
     pending: set[str] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -95,7 +90,7 @@ class MemoryStore(KeyedStore):
         start = f"{below}/" if below else ""
         with self._shelf.lock:
             found = [item for item in self._shelf.objects.items() if item[0].startswith(start)]
-        return [Stored(path[root:], len(item.data), item.modified) for path, item in sorted(found)]
+        return [Stored(path[root:], len(data), at) for path, (data, at) in sorted(found)]
 
     def size(self, key: str) -> int:
         return len(self._get(key))
@@ -136,7 +131,7 @@ class MemoryStore(KeyedStore):
         def publish() -> None:
             with self._shelf.lock:
                 self._shelf.pending.discard(path)
-                self._shelf.objects[path] = _Object(data, time.time())
+                self._shelf.objects[path] = data, time.time()
 
         return BufferSink(parts, memoryview(data), publish, discard)
 
@@ -144,7 +139,7 @@ class MemoryStore(KeyedStore):
         self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False
     ) -> None:
         path, where = self._path(key), self._where(key)
-        item = _Object(bytes(as_bytes(where, data)), time.time())
+        item = bytes(as_bytes(where, data)), time.time()
         with self._shelf.lock:
             self._shelf.refuse(where, path, taken=exclusive)
             self._shelf.objects[path] = item
@@ -176,7 +171,7 @@ class MemoryStore(KeyedStore):
             raise NotFoundError(
                 "no such object", where=self._where(key), hint="memory:// lives in one process only"
             )
-        return found.data
+        return found[0]
 
 
 class MemorySource(Closing):
