@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ckptkit.errors import CorruptionError
 from ckptkit.storage.base.buffers import PAGE, default_pool
-from ckptkit.storage.base.disk import BLOCK, DEVICE_BYTES, O_DIRECT, refusals
+from ckptkit.storage.base.disk import BLOCK, DEVICE_BYTES, O_DIRECT, left_of, refusals
 from ckptkit.storage.base.store import Closing, as_bytes, checked_range
 
 _MOST_BUFFERS = 1024  # IOV_MAX: of one request
@@ -81,13 +81,7 @@ class LocalSource(Closing):
                         hint="another process cut it while it was read",
                     )
                 offset += count
-                full = 0
-                while full < len(left) and count >= len(left[full]):
-                    count -= len(left[full])
-                    full += 1
-                left = left[full:]
-                if count:
-                    left[0] = left[0][count:]
+                left = left_of(left, count)
 
     def fetch(self, offset: int, length: int) -> memoryview:
         return memoryview(self.read(offset, length))

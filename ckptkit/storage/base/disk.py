@@ -278,11 +278,7 @@ class DirectFile:
                     raise OSError(errno.EIO, f"the system wrote {count} bytes of a block")
                 count = count // BLOCK * BLOCK
             offset += count
-            while pieces and count >= pieces[0].nbytes:
-                count -= pieces[0].nbytes
-                pieces = pieces[1:]
-            if count:
-                pieces = [pieces[0][count:], *pieces[1:]]
+            pieces = left_of(pieces, count)
 
     def reserve(self, size: int) -> None:
         """Take the space now, so that a full disk shows before any data is written; with six
@@ -325,6 +321,15 @@ class DirectFile:
         except OSError:
             return False
         return wanted and bool(O_DIRECT)
+
+
+def left_of(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is yet to be read into or written of some views, once so many bytes are."""
+    for number, view in enumerate(views):
+        if count < view.nbytes:
+            return [view[count:], *views[number + 1 :]]
+        count -= view.nbytes
+    return []
 
 
 def free_bytes(place: Path | int) -> int:
