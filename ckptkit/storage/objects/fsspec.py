@@ -55,35 +55,32 @@ class FsspecClient:
         self.known = Known()
         self._made: dict[int, tuple[Any, str]] = {}
 
-    def get(self, key: str, start: int, length: int) -> bytes | memoryview:
+    def get(self, key: str, start: int, length: int) -> bytes:
+        limit = self._limit(self._settings.answer_seconds)
         with self._answers(key):
-            return self._range(key, start, start + length)
+            try:
+                data: bytes = self._fs.cat_file(
+                    self._path(key), start=start, end=start + length, **limit
+                )
+            except Exception as error:
+                answer = answer_of(error)
+                # Beyond the end, or an empty object.
+                if answer is None or answer.status != 416:
+                    raise
+                return b""
+        return data
 
     def get_whole(self, key: str, most: int) -> bytes:
         """The beginning, with which most end, and the rest where it is not too large."""
         begun = min(most + 1, _BEGINNING)
-        with self._answers(key):
-            data = self._range(key, 0, begun)
+        data = self.get(key, 0, begun)
         if len(data) < begun:
             return data
         size = checked_size(below(self._top, key), self.head(key).size, most)
         if size > begun:  # of an empty range some servers send all
-            with self._answers(key):
-                data += self._range(key, begun, size)
+            data += self.get(key, begun, size - begun)
         if len(data) != size:
             raise Transient(f"{len(data)} of {size} bytes came")
-        return data
-
-    def _range(self, key: str, start: int, end: int) -> bytes:
-        limit = self._limit(self._settings.answer_seconds)
-        try:
-            data: bytes = self._fs.cat_file(self._path(key), start=start, end=end, **limit)
-        except Exception as error:
-            answer = answer_of(error)
-            # Beyond the end, or an empty object.
-            if answer is None or answer.status != 416:
-                raise
-            return b""
         return data
 
     def head(self, key: str) -> Stat:
