@@ -90,12 +90,12 @@ class Framework:
 
 
 @contextmanager
-def opened(checkpoints: Checkpointer | Place) -> Iterator[Checkpointer]:
-    """A Checkpointer, the caller's own or one for the location that it gave."""
+def opened(checkpoints: Checkpointer | Place, **options: Any) -> Iterator[Checkpointer]:
+    """A Checkpointer, the caller's own or one with these options for the location that it gave."""
     if isinstance(checkpoints, Checkpointer):
         yield checkpoints
         return
-    with Checkpointer(checkpoints) as mine:
+    with Checkpointer(checkpoints, **options) as mine:
         yield mine
 
 

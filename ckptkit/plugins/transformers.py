@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +26,7 @@ from ckptkit.live import (
     rng_state,
     set_rng_state,
 )
-from ckptkit.plugins import Framework
+from ckptkit.plugins import Framework, opened
 
 log = logging.getLogger("ckptkit.plugins")
 
@@ -44,25 +44,17 @@ _REPLACED = (
 _STATE_FILE = "trainer_state.json"
 _STATE = "trainer_state"
 _RNG = "rng"
+# The Trainer, or what is derived from it: only who mixes this in says which.
+_Trainer: Any = object
 
 
-class TrainerMixin:
+class TrainerMixin(_Trainer):  # type: ignore[misc]
     """Before `Trainer`, or what is derived from it, among the bases of a class: its checkpoints are
     then the steps of a run.
 
     `checkpoints` says which run: its location, or a `Checkpointer` with all that one can do. The
     default is the folder `output_dir`. Of the steps in either location `save_total_limit` stay.
     """
-
-    # What the Trainer has.
-    args: Any
-    state: Any
-    control: Any
-    accelerator: Any
-    callback_handler: Any
-    model_wrapped: Any
-    optimizer: Any
-    lr_scheduler: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -102,13 +94,12 @@ class TrainerMixin:
         sound, or the location of a run or a step, or a folder that the Trainer itself wrote.
         """
         wanted = resume_from_checkpoint
-        saves = str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no"
+        saves = self.args.save_strategy != "no"
         if trial is not None and saves:
             raise UsageError(
                 "the trials of a search would be steps of one run",
                 hint='search with save_strategy="no"',
             )
-        trainer: Any = super()
         more = (trial, ignore_keys_for_eval)
         with (
             self._opened() as checkpointer,
@@ -119,17 +110,19 @@ class TrainerMixin:
                 is_ours = checkpointer is not self._checkpoints
                 if saves and (is_ours or not checkpointer._options.overwrite):
                     _check_new(checkpointer)
-                return trainer.train(None, *more)
+                return super().train(None, *more)
             if wanted is not True and Path(wanted, _STATE_FILE).is_file():
-                return trainer.train(str(wanted), *more)
+                return super().train(str(wanted), *more)
             source = None if wanted is True else str(wanted)
             restored = self._restore(source)
             try:
                 while True:
                     self._resumed = _Resumed.of(restored, source)
-                    self._resumed.write(Path(folder, _STATE_FILE))
+                    # The Trainer looks for it there; it would miss the folder of the best model.
+                    said = {**self._resumed.state, "best_model_checkpoint": None}
+                    Path(folder, _STATE_FILE).write_text(json.dumps(said))
                     try:
-                        return trainer.train(folder, *more)
+                        return super().train(folder, *more)
                     except _AnotherStepError as other:
                         # The one that was announced is damaged: what follows from the state of the
                         # other one, such as the epoch, is decided early in `train`.
@@ -139,8 +132,7 @@ class TrainerMixin:
                 self._resumed = None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002 — the wrapped one is
-        trainer: Any = self
-        trainer.store_flos()
+        self.store_flos()
         state, step, best = self.state, self.state.global_step, self.state.best_model_checkpoint
         with self._opened() as checkpointer:
             if state.best_global_step == step:
@@ -151,7 +143,9 @@ class TrainerMixin:
             if number is not None:
                 checkpointer.keep([number])
             # Ranks measure their own times, so the first one's state is the job's.
-            mine = _plain(state) if self.args.process_index == 0 else None
+            mine: Any = None
+            if self.args.process_index == 0:  # as the Trainer's own file has it
+                mine = json.loads(json.dumps(dataclasses.asdict(state)))
             extra: dict[str, object] = {_STATE: PerRank(mine)}
             objects: dict[str, Any] = {"model": self.model_wrapped}
             if not self.args.save_only_model:
@@ -163,34 +157,30 @@ class TrainerMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # The model is loaded with its optimizer, when both are as they are trained.
         if self._resumed is None:
-            trainer: Any = super()
-            trainer._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         resumed = self._resumed
         if resumed is None:
-            trainer: Any = super()
-            trainer._load_optimizer_and_scheduler(checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint)
             return
-        objects = self._objects()
+        objects, step = self._objects(), resumed.restored.step
         if _RNG not in set(resumed.restored.extra):  # which ranks it is for is asked later
-            log.warning("step %d has only the model: its optimizer begins anew", resumed.step)
+            log.warning("step %d has only the model: its optimizer begins anew", step)
             objects = {"model": self.model_wrapped}
         restored = self._restore(resumed.source, **objects)
-        if restored.step != resumed.step:
+        if restored.step != step:
             raise _AnotherStepError(restored)
         resumed.restored = restored
         self.state.best_model_checkpoint = resumed.state["best_model_checkpoint"]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._resumed is None:
-            trainer: Any = super()
-            trainer._load_scaler(checkpoint)
+            super()._load_scaler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
-            trainer: Any = super()
-            trainer._load_rng_state(checkpoint)
+            super()._load_rng_state(checkpoint)
             return
         found = self._resumed.restored.extra.get(_RNG)
         if found is None:
@@ -247,21 +237,16 @@ class TrainerMixin:
     @contextmanager
     def _opened(self) -> Iterator[Checkpointer]:
         """The Checkpointer; one of ours lives as long as `train` does."""
-        given = self._checkpoints
         if self._checkpointer is not None:
             yield self._checkpointer
             return
-        with ExitStack() as after:
-            if not isinstance(given, Checkpointer):
-                place, limit = given or self.args.output_dir, self.args.save_total_limit
-                # Going on from an older step saves those after it again, as the Trainer does.
-                made = Checkpointer(place, keep_last=limit, overwrite=True)
-                self._checkpointer = after.enter_context(made)
-            else:
-                self._checkpointer = given
+        place, limit = self._checkpoints or self.args.output_dir, self.args.save_total_limit
+        # Going on from an older step saves those after it again, as the Trainer does.
+        with opened(place, keep_last=limit, overwrite=True) as checkpointer:
+            self._checkpointer = checkpointer
             try:
-                yield self._checkpointer
-                self._checkpointer.wait()  # who passed one need not close it for this
+                yield checkpointer
+                checkpointer.wait()  # who passed one need not close it for this
             finally:
                 self._checkpointer = None
 
@@ -279,18 +264,16 @@ class TrainerMixin:
                 if checkpointer.should_stop(state.global_step):
                     control.should_save = control.should_training_stop = True
 
-        trainer: Any = self
-        trainer.add_callback(Stop)
+        self.add_callback(Stop)
         try:
             yield
         finally:
-            trainer.remove_callback(Stop)
+            self.remove_callback(Stop)
 
     def _check_arguments(self) -> None:
         """Refuse what would be promised and not done."""
-        args: Any = self.args
-        trainer: Any = self
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_xla_enabled:
+        args = self.args
+        if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
             raise UsageError(
                 "a run keeps what plain, DDP and FSDP jobs train, not engines of DeepSpeed or XLA",
                 hint="leave TrainerMixin out, or train with fsdp=…",
@@ -334,14 +317,6 @@ class _Resumed:
             )
         return cls(restored, source, restored.extra.of_ranks(_STATE)[0])
 
-    @property
-    def step(self) -> int:
-        return self.restored.step
-
-    def write(self, path: Path) -> None:
-        """Where the Trainer looks for it; it would miss the folder of the best model."""
-        path.write_text(json.dumps({**self.state, "best_model_checkpoint": None}))
-
 
 class _AnotherStepError(Exception):
     """Another step was loaded than was announced."""
@@ -367,9 +342,3 @@ def _step_in(checkpointer: Checkpointer, location: str | None) -> int | None:
     """The number of a step by its location, if it is one of this run."""
     run, _, name = (location or "").rstrip("/").rpartition("/")
     return step_number(name) if run == checkpointer.location else None
-
-
-def _plain(state: Any) -> dict[str, Any]:
-    """The Trainer's state, as its own file has it."""
-    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(state)))
-    return found
