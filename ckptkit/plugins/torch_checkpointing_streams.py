@@ -75,9 +75,7 @@ class WritingStream(io.RawIOBase):
         parts = [p[at : at + most] for p in self._parts for at in range(0, p.nbytes, most)]
         sink = self._store.create(self._file, [part.nbytes for part in parts], again=True)
         try:
-            share_out(
-                list(enumerate(parts)), lambda part: sink.write(part[0], part[1]), DEFAULT_THREADS
-            )
+            share_out(list(enumerate(parts)), lambda part: sink.write(*part), DEFAULT_THREADS)
             sink.finish()
         except BaseException:
             sink.abort()
