@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.errors import FormatError, UsageError
+from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import ForeignArray
 from ckptkit.foreign.readers.dcp import with_lists
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path, StateTensor, put, states_of
@@ -66,16 +66,6 @@ class Target:
     def store(self) -> Store:
         """The store of the run."""
         return store_at(self.location, self._options)
-
-    def wanted_step(self) -> int:
-        """The step that is to be saved."""
-        if self.step is None:
-            raise UsageError(
-                "nothing says which step this is",
-                where=str(self.store().location),
-                hint="Writer(run, step=…), or checkpoint_id=… with the number of the step",
-            )
-        return self.step
 
 
 class Meeting(NamedTuple):
@@ -161,13 +151,17 @@ class Names:
             {name: path_of(path, where) for name, path in others.items()},
         )
 
-    def inner(self, tree: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """A nested dictionary as it is sorted out, and what of it is not, by the keys outside."""
+    def inner(self, tree: Mapping[Any, Any]) -> dict[Any, Any]:
+        """What of a nested dictionary is sorted out, by the keys that it has there."""
         taken = dict(tree)
         for key in self.around:
             taken = {k: v for k, v in taken.items() if k != key} | taken.get(key, {})
-        outside = {key: taken.pop(key) for key in self.apart if key in taken}
-        return taken, outside
+        return {key: value for key, value in taken.items() if key not in self.apart}
+
+    def short(self, path: Path) -> Path:
+        """The keys that lead to a value there."""
+        around = len(self.around)
+        return path[around:] if path[:around] == self.around else path
 
 
 def name_tensors(
@@ -179,13 +173,10 @@ def name_tensors(
     tree: dict[Any, Any] = {}
     for fqn, path in paths.items():
         put(tree, path, tensors.get(fqn), fqn)
-    around = _around(tree)
-    names = Names(around)
-    inner, _ = names.inner(tree)
-    apart = {key for key, value in inner.items() if _only_counts(key, value)}
+    names = Names(_around(tree))
+    apart = {key for key, value in names.inner(tree).items() if _only_counts(key, value)}
     names = replace(names, apart=frozenset(apart))
-    inner, _ = names.inner(tree)
-    found = states_of(inner, where)
+    found = states_of(names.inner(tree), where)
     by_name = {array.name: array for array in found.arrays}
     spelled = {dotted: name for name, dotted in found.theirs.items()}
     arrays: dict[str, ForeignArray] = {}
@@ -194,7 +185,7 @@ def name_tensors(
     for fqn, path in paths.items():
         if fqn not in tensors:
             continue
-        short = path[len(around) :] if around and path[: len(around)] == around else path
+        short = names.short(path)
         name = spelled.get(".".join(map(str, short)))
         if name is None or short[0] in apart:
             tensor = tensors[fqn]
@@ -208,7 +199,7 @@ def name_tensors(
         fits = len(nodes) == (2 if group == OPTIMIZER else 1)
         if not (fits and group in groups and groups[group].path(tuple(nodes)) == path):
             others[name] = path
-    return arrays, Names(around, frozenset(apart), groups, others)
+    return arrays, replace(names, groups=groups, others=others)
 
 
 def as_leaf(fqn: str, value: Any) -> Any:
@@ -234,8 +225,8 @@ def objects_of(names: Names, values: Mapping[str, tuple[Path, Any]], where: str)
     tree: dict[Any, Any] = {}
     for fqn, (path, value) in values.items():
         put(tree, path, value, fqn)
-    inner, _ = names.inner(tree)
-    found = {item.name: item.value for item in states_of(with_lists(inner), where).objects}
+    states = states_of(with_lists(names.inner(tree)), where)
+    found = {item.name: item.value for item in states.objects}
     kept: dict[str, Any] = {}
     for fqn, (path, value) in values.items():
         # Large ones are not stored twice.
@@ -246,9 +237,8 @@ def objects_of(names: Names, values: Mapping[str, tuple[Path, Any]], where: str)
 
 def extra_path(names: Names, path: Path) -> Path:
     """Where among the objects a value is that belongs to neither a model nor an optimizer."""
-    around = len(names.around)
-    short = path[around:] if around and path[:around] == names.around else path
-    return (f"extra/{short[0]}", *short[1:])
+    first, *rest = names.short(path)
+    return (f"extra/{first}", *rest)
 
 
 def value_in(names: Names, objects: Mapping[str, Any], said: Any, where: str) -> tuple[Path, Any]:

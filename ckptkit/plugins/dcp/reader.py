@@ -354,10 +354,8 @@ class Keys:
             self._paths[fqn] = path if fqn == usual else (fqn,)
             self._usual[usual] = fqn
             self._usual.setdefault(fqn, fqn)
-        self._add_flat(tree.get(OPTIMIZER))
-
-    def _add_flat(self, optimizer: Any) -> None:
-        """The options of groups, by parameter, as flat state of optimizers has them."""
+        # The options of groups, by parameter, as flat state of optimizers has them.
+        optimizer = tree.get(OPTIMIZER)
         groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
         for number, group in enumerate(groups or ()):
             for parameter in group["params"]:

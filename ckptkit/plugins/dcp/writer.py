@@ -148,7 +148,13 @@ class DcpWriter(StorageWriter):
     @uncollected()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans = list(_whole(plans))
-        step, where = self._target.wanted_step(), str(self._target)
+        step, where = self._target.step, str(self._target)
+        if step is None:
+            raise UsageError(
+                "nothing says which step this is",
+                where=where,
+                hint="Writer(run, step=…), or checkpoint_id=… with the number of the step",
+            )
         # Copies: what they are of may be changed in place.
         made_for = [(list(plan.items), copy(plan.planner_data)) for plan in plans]
         if self._told is not None and self._told[0] == made_for:
