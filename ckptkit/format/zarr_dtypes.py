@@ -97,19 +97,9 @@ Float8E5M2FNUZ = _plugin("float8_e5m2fnuz")
 Float8E8M0FNU = _plugin("float8_e8m0fnu")
 ComplexFloat16 = _plugin("complex_float16")
 
-PLUGINS = (
-    BFloat16,
-    Float8E4M3FN,
-    Float8E5M2,
-    Float8E4M3FNUZ,
-    Float8E5M2FNUZ,
-    Float8E8M0FNU,
-    ComplexFloat16,
-)
-
 
 def register() -> None:
     """Make zarr-python read and write them; what somebody else has registered stays."""
-    for plugin in PLUGINS:
+    for plugin in _Plugin.__subclasses__():
         if plugin.known.name not in data_type_registry.contents:
             data_type_registry.register(plugin.known.name, plugin)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from typing import TypeAlias
 
 from ckptkit.errors import FormatError, LayoutError, StrategyError, nearest
@@ -358,20 +359,11 @@ def parse_placement(text: str) -> Placement:
 
 def placement_to_doc(placement: Placement) -> dict[str, object]:
     """The placement as plain values, defaults left out."""
-    match placement:
-        case Replicate():
-            return {"kind": "replicate"}
-        case Owner(coord):
-            return {"kind": "owner", "coord": coord}
-        case Stage(coord):
-            return {"kind": "stage", "coord": coord}
-    doc: dict[str, object] = {"kind": "strided", "dim": placement.dim}
-    if isinstance(placement, Shard):
-        doc["kind"] = "shard"
-        if placement.blocks is not None:
-            doc["blocks"] = list(placement.blocks)
-    if placement.unit != 1:
-        doc["unit"] = placement.unit
+    doc: dict[str, object] = {"kind": type(placement).__name__.lower()}
+    for field in fields_of(placement):
+        value = getattr(placement, field.name)
+        if value != field.default:
+            doc[field.name] = list(value) if isinstance(value, tuple) else value
     return doc
 
 

@@ -410,11 +410,7 @@ def writers(layout: Layout) -> Iterator[list[tuple[Share, list[int]]]]:
 
 def _members(layout: Layout, replicas: Replicas) -> list[int]:
     """The ranks that hold the same: along each axis some, in all combinations."""
-    sizes = layout.strategy.mesh.sizes
-    ranks = np.zeros(1, dtype=np.int64)
-    for axis, along in enumerate(replicas.key):
-        members = np.array(list(cast("Iterable[int]", along)), dtype=np.int64)
-        stride = math.prod(sizes[axis + 1 :])
-        ranks = (ranks[:, None] + stride * members[None, :]).reshape(-1)
-    found: list[int] = ranks.tolist()
+    members = np.ix_(*(list(cast("Iterable[int]", along)) for along in replicas.key))
+    ranks = np.ravel_multi_index(members, layout.strategy.mesh.sizes)
+    found: list[int] = np.reshape(ranks, -1).tolist()
     return found
