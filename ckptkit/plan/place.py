@@ -5,7 +5,7 @@ each axis, and who says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -164,13 +164,22 @@ class _Row:
 def _cut(
     rows: list[_Row], cutter: Cutter, source: Strategy, target: Strategy, rules: Rules | None
 ) -> None:
-    """What rules or the source decide: tp, ep and pp."""
+    """What rules or the source decide: tp, ep and pp.
+
+    Several pp axes make one pipeline of as many stages as their product, the last axis the fastest.
+    """
     pipes = [(i, axis) for i, axis in enumerate(target.mesh.axes) if axis.kind == "pp"]
+    sizes = [axis.size for _, axis in pipes]
     if pipes:
-        stager = Stager([row.subject for row in rows], target, source, rules)
-        for row in rows:
-            for (i, axis), said in zip(pipes, stager.along(row.subject), strict=True):
-                row.hear(i, axis, said)
+        subjects = [row.subject for row in rows]
+        staged = _staged(subjects, target, math.prod(sizes), source, rules)
+        for row, said in zip(rows, staged, strict=True):
+            for place, (i, axis) in enumerate(pipes):
+                along = said
+                if said is not None and isinstance(said.placement, Stage):
+                    inner = math.prod(sizes[place + 1 :])
+                    along = Said(Stage(said.placement.coord // inner % axis.size), said.why)
+                row.hear(i, axis, along)
     for i, axis in enumerate(target.mesh.axes):
         if axis.kind in ("tp", "ep"):
             for row in rows:
@@ -247,76 +256,59 @@ def _kind_of(subject: Subject) -> str:
     return "as its parameter" if subject.has_shape_of_lead else "not of the shape of its parameter"
 
 
-class Stager:
-    """Knows the stage of every layer, and of what is outside of them.
-
-    Several pp axes make one pipeline of as many stages as their product, the last axis the fastest.
+def _staged(
+    subjects: Sequence[Subject], target: Strategy, count: int, source: Strategy, rules: Rules | None
+) -> Iterator[Said | None]:
+    """The stage of each tensor, of a pipeline of so many: as rules say; without them as in a source
+    of as many stages.
     """
+    pipes = {i: axis.size for i, axis in enumerate(source.mesh.axes) if axis.kind == "pp"}
+    if rules is not None and rules.pipeline is not None:
+        stages = _stages(subjects, rules.pipeline, count, rules.name)
+        for subject in subjects:
+            yield _by_pipeline(subject, rules, rules.pipeline, stages, count)
+    elif pipes and math.prod(pipes.values()) == count:
+        for subject in subjects:
+            yield _stage_in_source(subject, pipes)
+    elif count == 1:
+        yield from [Said(Stage(0), "the only stage")] * len(subjects)
+    else:
+        raise RulesError(
+            f"nothing says how layers are split into {count} stages", where=str(target), hint=_HINT
+        )
 
-    def __init__(
-        self, subjects: Sequence[Subject], target: Strategy, source: Strategy, rules: Rules | None
-    ) -> None:
-        self._sizes = [axis.size for axis in target.mesh.axes if axis.kind == "pp"]
-        count = math.prod(self._sizes)
-        self._pipeline = rules.pipeline if rules else None
-        self._name = rules.name if rules else ""
-        self._replicates = rules is not None and rules.default == "replicate"
-        self._last = count - 1
-        self._stages: dict[tuple[int, int], int] = {}
-        # The pp axes of the source, where nothing but its own pipeline says what lies where.
-        axes = enumerate(source.mesh.axes)
-        pipes = {index: axis.size for index, axis in axes if axis.kind == "pp"}
-        is_same = bool(pipes) and math.prod(pipes.values()) == count
-        self._source = pipes if is_same and self._pipeline is None else None
-        if self._pipeline is not None:
-            self._stages = _stages(subjects, self._pipeline, count, self._name)
-        elif self._source is None and count > 1:
-            raise RulesError(
-                f"nothing says how layers are split into {count} stages",
-                where=str(target),
-                hint=_HINT,
-            )
 
-    def along(self, subject: Subject) -> list[Said | None]:
-        """Where a tensor lies along each of the pp axes; None where nobody knows."""
-        said = self._said(subject)
-        if said is None or not isinstance(said.placement, Stage):
-            return [said] * len(self._sizes)
-        stage, found = said.placement.coord, list[Said | None]()
-        for size in reversed(self._sizes):
-            stage, coord = divmod(stage, size)
-            found.insert(0, Said(Stage(coord), said.why))
-        return found
+def _stage_in_source(subject: Subject, pipes: Mapping[int, int]) -> Said | None:
+    stage, placements = 0, [subject.tensor.placements[index] for index in pipes]
+    if all(isinstance(placement, Replicate) for placement in placements):
+        return Said(Replicate(), AS_IN_SOURCE)
+    for placement, size in zip(placements, pipes.values(), strict=True):
+        if not isinstance(placement, Stage):
+            return None
+        stage = stage * size + placement.coord
+    return Said(Stage(stage), AS_IN_SOURCE)
 
-    def _said(self, subject: Subject) -> Said | None:
-        if self._source is not None:
-            stage, placements = 0, [subject.tensor.placements[index] for index in self._source]
-            if all(isinstance(placement, Replicate) for placement in placements):
-                return Said(Replicate(), AS_IN_SOURCE)
-            for placement, size in zip(placements, self._source.values(), strict=True):
-                if not isinstance(placement, Stage):
-                    return None
-                stage = stage * size + placement.coord
-            return Said(Stage(stage), AS_IN_SOURCE)
-        if self._pipeline is None:
-            return Said(Stage(0), "the only stage")
-        layer = self._pipeline.layer(subject.inner)
-        if layer is not None:
-            return Said(Stage(self._stages[layer]), f"{self._name}: layer {layer[1]}")
-        first, last = Stage(0), Stage(self._last)
-        for placement, patterns in (
-            (first, self._pipeline.first),
-            (last, self._pipeline.last),
-            (Replicate(), self._pipeline.every),
-        ):
-            pattern = next((each for each in patterns if fits(each, subject.inner)), None)
-            if pattern is not None:
-                return Said(placement, f"{self._name}: {pattern}")
-        if self._replicates:
-            return Said(Replicate(), f"{self._name}: default")
-        if not subject.is_of_model or subject.lead.role == "buffer" or not subject.lead.shape:
-            return Said(Replicate(), "outside of the layers")
-        return None
+
+def _by_pipeline(
+    subject: Subject,
+    rules: Rules,
+    pipeline: Pipeline,
+    stages: Mapping[tuple[int, int], int],
+    count: int,
+) -> Said | None:
+    layer = pipeline.layer(subject.inner)
+    if layer is not None:
+        return Said(Stage(stages[layer]), f"{rules.name}: layer {layer[1]}")
+    ends = ((Stage(0), pipeline.first), (Stage(count - 1), pipeline.last))
+    for placement, patterns in (*ends, (Replicate(), pipeline.every)):
+        pattern = next((each for each in patterns if fits(each, subject.inner)), None)
+        if pattern is not None:
+            return Said(placement, f"{rules.name}: {pattern}")
+    if rules.default == "replicate":
+        return Said(Replicate(), f"{rules.name}: default")
+    if not subject.is_of_model or subject.lead.role == "buffer" or not subject.lead.shape:
+        return Said(Replicate(), "outside of the layers")
+    return None
 
 
 def balanced(layers: Sequence[int], stages: int, first: int = 0, last: int = 0) -> list[int]:
