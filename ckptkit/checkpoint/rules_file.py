@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,12 +32,6 @@ class Preset:
     rules: Rules
     all: tuple[str, ...]
     none: tuple[str, ...]
-
-    def fits(self, names: Collection[str]) -> bool:
-        """Whether tensors of these names look like the architecture."""
-        return all(_any(pattern, names) for pattern in self.all) and not any(
-            _any(pattern, names) for pattern in self.none
-        )
 
 
 def load_rules(
@@ -107,7 +101,15 @@ def of_first_layer(name: str) -> str:
 def fitting_presets(names: Iterable[str]) -> list[str]:
     """The presets that fit the names of a model's tensors: one, where these are known."""
     known = {of_first_layer(name) for name in names}
-    return [name for name, preset in presets().items() if preset.fits(known)]
+
+    def is_there(pattern: str) -> bool:
+        return any(fits(pattern, name) for name in known)
+
+    return [
+        name
+        for name, preset in presets().items()
+        if all(map(is_there, preset.all)) and not any(map(is_there, preset.none))
+    ]
 
 
 def _ranks_by_kind(strategy: Strategy) -> dict[str, int]:
@@ -159,7 +161,3 @@ def document_in(what: str | os.PathLike[str], known: Sequence[str] = ()) -> Any:
         raise RulesError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise RulesError(f"is neither YAML nor JSON: {error}", where=str(path)) from error
-
-
-def _any(pattern: str, names: Iterable[str]) -> bool:
-    return any(fits(pattern, name) for name in names)

@@ -64,15 +64,9 @@ class SaveInfo:
     details: dict[str, Any]
 
     def to_fields(self) -> dict[str, Any]:
-        return {
-            "save_id": self.save_id,
-            "step": self.step,
-            "time": self.time,
-            "writer": self.writer,
-            "world_size": self.world_size,
-            "strategy": self.strategy.to_doc(),
-            "details": encode(self.details, "details"),
-        }
+        said = {name: getattr(self, name) for name in _HEAD}
+        details = encode(self.details, "details")
+        return {**said, "strategy": self.strategy.to_doc(), "details": details}
 
     @classmethod
     def from_fields(cls, fields: Fields) -> SaveInfo:

@@ -204,28 +204,24 @@ def joined(values: Sequence[Any]) -> Any:
     return type(values[0])(item for value in values for item in value)
 
 
-def share_of_total(values: Sequence[Any], rank: int, world_size: int) -> Any:
-    """A share, so that those of all ranks add up to the total; whole numbers stay whole."""
+def share_of(values: Sequence[Any], rank: int, world_size: int) -> Any:
+    """A rank's run of all items, in the order of the ranks that had them; of numbers a share, so
+    that those of all ranks add up to the total. Whole numbers stay whole.
+    """
+    if isinstance(values[0], (list, tuple)):
+        items = joined(values)
+        first, more = divmod(len(items), world_size)
+        start = rank * first + min(rank, more)
+        return items[start : start + first + (rank < more)]
     whole = total(values)
-    if isinstance(whole, int):
-        return whole // world_size + (rank < whole % world_size)
-    if not isinstance(whole, np.ndarray):
-        return whole / world_size
+    is_array = isinstance(whole, np.ndarray)
+    is_integer = whole.dtype.kind in "iu" if is_array else isinstance(whole, int)
+    if is_integer:
+        share = whole // world_size + (rank < whole % world_size)
+    else:
+        share = whole / world_size
     # Arrays without dims stay arrays.
-    if whole.dtype.kind in "iu":
-        return np.asarray(whole // world_size + (rank < whole % world_size))
-    return np.asarray(whole / world_size)
-
-
-def share_of_items(values: Sequence[Any], rank: int, world_size: int) -> Any:
-    """A rank's run of all items, in the order of the ranks that had them."""
-    if not isinstance(values[0], (list, tuple)):
-        return share_of_total(values, rank, world_size)
-    items = [item for value in values for item in value]
-    first, more = divmod(len(items), world_size)
-    start = rank * first + min(rank, more)
-    share = items[start : start + first + (rank < more)]
-    return share if isinstance(values[0], list) else tuple(share)
+    return np.asarray(share) if is_array else share
 
 
 def check_values(semantics: str, values: Sequence[Any], where: str) -> None:

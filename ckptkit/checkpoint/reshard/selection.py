@@ -31,7 +31,7 @@ from ckptkit.format.names import (
     pattern_list,
     split,
 )
-from ckptkit.format.objects import ObjectInfo, share_of_items, total
+from ckptkit.format.objects import ObjectInfo, share_of, total
 from ckptkit.model import DTYPES, DType
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -323,7 +323,7 @@ def objects_of(objects: Sequence[ObjectInfo], rank: int, world_size: int) -> lis
                 continue
             count = len(value)
         elif item.semantics == "split":
-            value = share_of_items(value, rank, world_size)
+            value = share_of(value, rank, world_size)
         else:
             # Not in equal shares, which need not add up to the same number again.
             value = total(value)

@@ -13,7 +13,7 @@ import torch
 from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import DATA_RANK
-from ckptkit.format.objects import ObjectInfo, PerRank, share_of_items, share_of_total, total
+from ckptkit.format.objects import ObjectInfo, PerRank, share_of, total
 from ckptkit.model import Strategy
 
 # Ranks that differ along these read data of their own, and so do those that experts are spread
@@ -153,8 +153,7 @@ class Extra(Mapping[str, Any]):
                 where=name,
                 hint=f"{hint} of all",
             )
-        share = share_of_items if item.semantics == "split" else share_of_total
-        return share(item.value, rank, size)
+        return share_of(item.value, rank, size)
 
     def of_ranks(self, name: str) -> list[Any]:
         """The values of all ranks of the job that saved."""
