@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -125,7 +125,12 @@ def arrays_to_docs(columns: ArrayColumns) -> tuple[bytes, bytes]:
 
 def arrays_from_docs(packed: tuple[bytes, bytes], axes: int) -> ArrayColumns:
     """What the fields `placements` and `arrays` of a document say, both still packed."""
-    table = _placements(unpack_items(packed[0], "placements", MAX_ARRAYS), axes)
+    table: list[tuple[Placement, ...]] = []
+    for number, row in enumerate(unpack_items(packed[0], "placements", MAX_ARRAYS)):
+        where = f"placements.{number}"
+        if not isinstance(row, list) or len(row) != axes:
+            raise FormatError(f"not a list of {axes} placements", where=where, value=row)
+        table.append(tuple(placement_from_doc(p, where=f"{where}.{i}") for i, p in enumerate(row)))
     return _as_written(packed[1], table) or _one_by_one(packed[1], table)
 
 
@@ -256,16 +261,6 @@ def _one_by_one(data: bytes, table: list[tuple[Placement, ...]]) -> ArrayColumns
     return _columns(names, kinds, others)
 
 
-def _placements(rows: Iterable[Any], axes: int) -> list[tuple[Placement, ...]]:
-    table = []
-    for number, row in enumerate(rows):
-        where = f"placements.{number}"
-        if not isinstance(row, list) or len(row) != axes:
-            raise FormatError(f"not a list of {axes} placements", where=where, value=row)
-        table.append(tuple(placement_from_doc(p, where=f"{where}.{i}") for i, p in enumerate(row)))
-    return table
-
-
 def _kind(fields: Fields, table: list[tuple[Placement, ...]]) -> ArrayKind:
     spelled = fields.text("dtype")
     try:
@@ -354,11 +349,8 @@ def presented_grid(array: ArrayInfo) -> Grid:
         return Grid.regular(array.shape, tuple(max(1, extent) for extent in array.shape))
     if array.grid.is_regular:
         return array.grid
-    longest = [
-        max(b - a for a, b in zip((0, *edges), (*edges, extent), strict=True))
-        for edges, extent in zip(array.grid.edges, array.shape, strict=True)
-    ]
-    return Grid.regular(array.shape, tuple(max(1, extent) for extent in longest))
+    borders = map(array.grid.borders, range(len(array.shape)))
+    return Grid.regular(array.shape, tuple(int(np.diff(along).max()) for along in borders))
 
 
 def array_document(array: ArrayInfo, grid: Grid | None = None) -> bytes:
@@ -371,8 +363,7 @@ def _array_document(shape: tuple[int, ...], dtype: DType, grid: Grid, role: str)
     if grid.is_regular:
         chunks = {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}}
     else:
-        dims = zip(grid.shape, grid.edges, strict=True)
-        shapes = [np.diff([0, *edges, extent]).tolist() for extent, edges in dims]
+        shapes = [np.diff(grid.borders(dim)).tolist() for dim in range(len(shape))]
         inline = {"kind": "inline", "chunk_shapes": shapes}
         chunks = {"name": "rectilinear", "configuration": inline}
     codec: dict[str, Any] = {"name": "bytes"}

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TypeVar
-from urllib.parse import unquote_to_bytes
+from urllib.parse import quote, unquote_to_bytes
 
 from ckptkit.errors import FormatError, InvalidNameError, UsageError
 
@@ -19,27 +19,24 @@ MAX_NODE_BYTES = 240
 MAX_NAME_BYTES = 1024
 MAX_NODES = 32
 
-_PLAIN = re.compile(r"[A-Za-z0-9_.\-]+")
-# A path of such nodes, none of which means something else: nearly all names are one.
+# A path of nodes that need no escape, and of which none means something else: nearly all names.
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9\-][A-Za-z0-9_.\-]*(?:/[A-Za-z0-9\-][A-Za-z0-9_.\-]*)*")
 _PLAIN_PATHS = re.compile(rf"(?:{_PLAIN_PATH.pattern}\n)*+")
 _ESCAPED = re.compile(r"(?:[A-Za-z0-9_.\-]|%[0-9A-F]{2})+")
-_UNSAFE = re.compile(rb"[^A-Za-z0-9_.\-]")
 
 
 def escape(node: str) -> str:
     """One tensor or group name, as the format spells it in a path."""
-    if _is_plain(node):
+    if "/" not in node and _is_plain_path(node):
         return node
     if not node or "\0" in node:
         raise InvalidNameError(
             "an empty name, or one with a NUL, cannot be stored", value=node, hint="rename it"
         )
     try:
-        raw = node.encode("utf-8")
+        text = quote(node, safe="").replace("~", "%7E")
     except UnicodeEncodeError as error:
         raise InvalidNameError("the name is not valid Unicode", value=node) from error
-    text = _UNSAFE.sub(lambda match: b"%%%02X" % match.group()[0], raw).decode("ascii")
     # What is left are the names that mean something to a file system, to Zarr, or to a pack.
     if not text.strip("."):
         text = text.replace(".", "%2E")
@@ -163,15 +160,9 @@ def are_plain(names: Sequence[str]) -> bool:
     return "zarr.json" not in together and _PLAIN_PATHS.fullmatch(together) is not None
 
 
-def _is_plain(node: str) -> bool:
-    """Whether a node is its own name: nearly all are."""
-    is_safe = _PLAIN.fullmatch(node) is not None and len(node) <= MAX_NODE_BYTES
-    return is_safe and node[0] not in "_." and node != "zarr.json"
-
-
 @lru_cache(maxsize=65536)
 def _is_canonical(node: str) -> bool:
-    if _is_plain(node):
+    if _is_plain_path(node):
         return True
     if len(node) > MAX_NODE_BYTES:
         return False

@@ -153,10 +153,7 @@ class Fields:
         return self._left.pop(key)
 
     def integer(self, key: str, *, least: int = 0, below: int = LIMIT) -> int:
-        value = self.any(key)
-        if type(value) is int and least <= value < below:
-            return value
-        return integer(value, self.at(key), least=least, most=below - 1)
+        return integer(self.any(key), self.at(key), least=least, most=below - 1)
 
     def integers(self, key: str, *, least: int = 0) -> tuple[int, ...]:
         return integers(self.any(key), self.at(key), least=least)
@@ -174,8 +171,7 @@ class Fields:
         return value if type(value) is str else ""
 
     def text(self, key: str) -> str:
-        value = self.any(key)
-        return value if type(value) is str else text(value, self.at(key))
+        return text(self.any(key), self.at(key))
 
     def items(self, key: str) -> list[Any]:
         value = self.any(key)

@@ -17,10 +17,10 @@ from ckptkit.format.arrays import (
     Alias,
     _as_written,
     _one_by_one,
-    _placements,
     arrays_from_docs,
 )
 from ckptkit.format.manifest import Record
+from ckptkit.model import placement_from_doc
 from tests.format import samples
 from tests.format.samples import ABSENT, edited, extension, plain, sealed
 
@@ -201,7 +201,7 @@ def test_a_list_read_by_its_bytes_is_what_it_is_read_as_entry_by_entry(change: i
         except CkptkitError as error:
             return str(error)
 
-    rows = _placements(msgpack.unpackb(packed), 1)
+    rows = [tuple(map(placement_from_doc, row)) for row in msgpack.unpackb(packed)]
     assert _as_written(whole, rows) is not None
     for at in range(len(whole)):
         changed = bytearray(whole)
