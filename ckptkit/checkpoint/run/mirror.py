@@ -266,30 +266,28 @@ class Mirror:
     def _prune(self, ranks: Ranks, up_to: int | None) -> None:
         if up_to is None or ranks.rank > 0:
             return
+        rules = self.retention
         try:
-            self._delete_old(up_to)
+            if not rules.is_all:
+                prune(self.remote, rules, up_to=up_to)
+            if rules.nearby.is_all:
+                return
+            removals = plan_prune(self.local, rules.nearby, grace=ABANDONED, up_to=up_to)
+            here = self._saved_here()
+            kept = rules.kept(sorted(here), up_to)
+            # What has not arrived goes only if retention does not keep it, and when all that it
+            # keeps has arrived: until then it may be the newest step that can be loaded.
+            safe = all((s, i) in self._arrived for s, i in here.items() if s in kept and s <= up_to)
+            may_go = [
+                removal
+                for removal in removals
+                if removal.kind != "step"
+                or (removal.step, removal.save_id) in self._arrived
+                or (safe and removal.step not in kept)
+            ]
+            remove(self.local, may_go)
         except CkptkitError as error:
             log.error("older steps could not be deleted: %s", in_one_line(error))
-
-    def _delete_old(self, up_to: int) -> None:
-        if not (rules := self.retention).is_all:
-            prune(self.remote, rules, up_to=up_to)
-        if rules.nearby.is_all:
-            return
-        removals = plan_prune(self.local, rules.nearby, grace=ABANDONED, up_to=up_to)
-        here = self._saved_here()
-        kept = rules.kept(sorted(here), up_to)
-        # What has not arrived goes only if retention does not keep it, and when all that it keeps
-        # has arrived: until then it may be the newest step that can be loaded.
-        safe = all((s, i) in self._arrived for s, i in here.items() if s in kept and s <= up_to)
-        may_go = [
-            removal
-            for removal in removals
-            if removal.kind != "step"
-            or (removal.step, removal.save_id) in self._arrived
-            or (safe and removal.step not in kept)
-        ]
-        remove(self.local, may_go)
 
 
 @contextmanager
