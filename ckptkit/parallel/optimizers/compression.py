@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
@@ -310,8 +311,7 @@ class Wire:
     def gather(self, mine: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """What each rank has, whose sizes are known everywhere."""
         largest = max(sizes)  # a collective takes as much of every rank
-        padded = mine.new_zeros(largest)
-        padded[: mine.numel()] = mine
+        padded = pad(mine, (0, largest - mine.numel()))
         received = mine.new_empty(largest * self.size)
         all_gather_single(received, padded, group=self.group)
         self.sent += padded.nbytes * (self.size - 1)
