@@ -284,8 +284,7 @@ def units_of(model: nn.Module, below: int) -> list[Unit]:
 
 def nbytes_of(parameters: Iterable[torch.Tensor]) -> int:
     """What distinct tensors occupy on this rank."""
-    distinct = {id(p): p for p in parameters}
-    return sum(local_of(p).numel() * p.element_size() for p in distinct.values())
+    return sum(local_of(parameter).nbytes for parameter in set(parameters))
 
 
 def _gathered_whole(prefix: str, module: nn.Module, whole: int, below: int) -> Iterator[Unit]:

@@ -1,6 +1,4 @@
-"""A model that ranks train together, whatever the strategy: what `as_distributed`, which is in
-`spread`, returns.
-"""
+"""A model that ranks train together, whatever the strategy: what `as_distributed` returns."""
 
 from __future__ import annotations
 

@@ -44,13 +44,11 @@ def styles_of(model: nn.Module, ranks: int, options: StrategyOptions) -> dict[st
     sizes = {**(config if isinstance(config, Mapping) else {}), **options.sizes}
     rules = load_rules(options.rules, names=names, sizes=sizes)
     dims: dict[str, int] = {}
-    kinds: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         own = module.named_parameters(path, recurse=False)
         cuts = {name: _cut_dim(rules, name, tuple(p.shape), ranks) for name, p in own}
         if any(dim is not None for dim in cuts.values()):
             dims[path] = _dim_of(path, module, cuts)
-            kinds[path] = module
     if not dims:
         raise RulesError(
             "no parameter is cut by these rules",
@@ -60,7 +58,7 @@ def styles_of(model: nn.Module, ranks: int, options: StrategyOptions) -> dict[st
     # Cut outputs stay cut where a row-wise module of the same block takes them on, if somebody is
     # sure of that: else only where the block is one of those that the presets were made for.
     is_sure = options.rules != "auto" or options.example is not None
-    linear = [path for path in dims if isinstance(kinds[path], nn.Linear)]
+    linear = [path for path in dims if isinstance(model.get_submodule(path), nn.Linear)]
     pairs = [
         (a, b)
         for a in linear
@@ -75,16 +73,13 @@ def styles_of(model: nn.Module, ranks: int, options: StrategyOptions) -> dict[st
             raise _uneven(path, f"{length} columns", length, ranks)
     styles: dict[str, ParallelStyle] = {}
     for path, dim in dims.items():
-        if dim == 0 and path in linear:
+        # Dim 0 of a linear layer is its outputs; of an embedding its words, which come in.
+        if (dim == 0) == (path in linear):
             goes_out = None if path in feeding else TorchReplicate()
             styles[path] = ColwiseParallel(output_layouts=goes_out)
-        elif path in linear:
+        else:
             comes_in = None if path in fed else TorchReplicate()
             styles[path] = RowwiseParallel(input_layouts=comes_in)
-        elif dim == 0:  # of an embedding, whose rows are words
-            styles[path] = RowwiseParallel(input_layouts=TorchReplicate())
-        else:
-            styles[path] = ColwiseParallel(output_layouts=TorchReplicate())
     return styles
 
 
