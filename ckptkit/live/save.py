@@ -250,7 +250,7 @@ def _agree(
         raise _not_alike(apart[0], [ranks.rank], len(apart))
 
     # What is left for this rank: each tensor that no earlier stage saves, and what it alone has.
-    objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
+    objects = dict(snapshot.objects)
     some: dict[Keys, list[int]] = {}
     if first_keys and ranks.world_size > 1:
         some = _keys_of_some(ranks, trees, differs=keys != first_keys)

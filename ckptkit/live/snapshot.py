@@ -68,6 +68,8 @@ class Snapshot:
     tied: dict[str, str]
     """Second names of tensors, with the first."""
     objects: dict[str, object]
+    values: Mapping[str, Any]
+    """What `get_extra_state` gave, by name."""
     optimizers: list[dict[str, Any]]
     """What optimizers say besides tensors, of this rank's parameters."""
     entries: list[ModelEntry]
@@ -83,12 +85,6 @@ class Snapshot:
     outline: Outline | None
     """What a later snapshot may use again; None where there is something to look at each time."""
     collector: Collector
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """What `get_extra_state` gave, by name."""
-        found: Any = self.objects.get("model", {})
-        return found  # type: ignore[no-any-return]
 
 
 def take_snapshot(
@@ -121,9 +117,6 @@ def take_snapshot(
     documents: list[dict[str, Any]] = []
     if training.model is not None:
         entries = training.model.entries()
-        # What `get_extra_state` gave has no tensors of its own.
-        if made := {e.name: e.value for e in entries if not isinstance(e.value, torch.Tensor)}:
-            objects["model"] = made
         states, documents = _optimizers(training, entries)
     objects |= {group: skeleton for group, (skeleton, _, _) in nested.items()}
 
@@ -163,6 +156,8 @@ def take_snapshot(
         tensors=collector.tensors,
         tied=collector.tied,
         objects=objects,
+        # These have no tensors of their own.
+        values={e.name: e.value for e in entries if not isinstance(e.value, torch.Tensor)},
         optimizers=documents,
         entries=entries,
         states=states,
