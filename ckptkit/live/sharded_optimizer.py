@@ -31,7 +31,7 @@ from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import World, current_world
 from ckptkit.live.state.tensors import local_of, parts_of_tensor
 from ckptkit.live.wrappers.fsdp1 import FlatPart, FSDP1Optimizer
-from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer, fresh_state
+from ckptkit.live.wrappers.optimizers import PlainOptimizer, fresh_state
 from ckptkit.live.wrappers.training import Training
 
 State = dict[str, Any]
@@ -69,8 +69,6 @@ class ShardedOptimizerState:
         self._adapter = training.optimizers[0]
         self.kind = self._adapter.kind
         """The class of the optimizer, of the one inside where it is wrapped."""
-        is_wrapped = isinstance(self._adapter, Zero1Optimizer)
-        self._stepping: Optimizer = cast("Any", optimizer).optim if is_wrapped else optimizer
         world = current_world() if group is None else _world_of(group)
         self.rank = world.rank
         """The number of this rank."""
@@ -130,7 +128,7 @@ class ShardedOptimizerState:
         if self.has(name):
             raise UsageError("there is state already", where=name, hint="remove it first")
         part = self._part(name)
-        if part.is_kept_here and (fresh := fresh_state(self._stepping, part.parameter)):
+        if part.is_kept_here and (fresh := fresh_state(self._adapter.stepping, part.parameter)):
             self._adapter.state[part.parameter] = fresh
         return self.get(name)
 

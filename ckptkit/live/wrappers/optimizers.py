@@ -36,7 +36,7 @@ class PlainOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._stepping = optimizer
+        self.stepping = optimizer
         """The one that does the steps, where another is around it."""
         self.copied: MutableMapping[nn.Parameter, dict[str, Any]] | None = None
         """What is looked at in place of the optimizer's own state."""
@@ -45,12 +45,12 @@ class PlainOptimizer:
     def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
         """What it keeps on this rank, by parameter."""
         # Asked each time: torch's `load_state_dict` puts another dictionary there.
-        return cast("Any", self._stepping.state) if self.copied is None else self.copied
+        return cast("Any", self.stepping.state) if self.copied is None else self.copied
 
     @property
     def kind(self) -> str:
         """The name of the class that does the steps."""
-        return type(self._stepping).__name__
+        return type(self.stepping).__name__
 
     def lines(self) -> list[Line]:
         """The lines of ranks over which it spreads its state; none where that is cut as its
@@ -304,7 +304,7 @@ class Zero1Optimizer(PlainOptimizer):
         # torch annotates little of what is asked of it here.
         self._zero = cast("Any", optimizer)
         self._zero._check_overlap_initialized()
-        self._stepping = self._zero.optim
+        self.stepping = self._zero.optim
 
     def lines(self) -> list[Line]:
         """The ranks that share the parameters out among them."""
