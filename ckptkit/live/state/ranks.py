@@ -59,7 +59,7 @@ class World:
 
 def current_world() -> World:
     """The job of the default process group; a job of one rank where there is none."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return World()
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank < 0:
@@ -83,7 +83,7 @@ _names: WeakKeyDictionary[dist.ProcessGroup, Iterator[str]] = WeakKeyDictionary(
 
 def next_name(world: World, what: str) -> str:
     """A name for one call, the same on all ranks because all make the same calls."""
-    group = dist.group.WORLD if world.rendezvous is not None else None
+    group = dist.group.WORLD
     if world.rendezvous is None or group is None:
         return what
     if group not in _names:
