@@ -10,7 +10,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
@@ -68,9 +67,6 @@ class Topology:
     """The axes whose ranks are known to hold the same parameters."""
     by_rank: frozenset[tuple[int, ...]] = frozenset()
     """Lines of meshes that do not go upwards, as what cuts along them does."""
-    _runs_of: dict[DeviceMesh, tuple[AxisRun, ...]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
     _found: dict[Hashable, DTensorLayout] = field(default_factory=dict, compare=False, repr=False)
     """How DTensors lie. Layers are alike: what one has found out holds for all."""
     _unsure: dict[frozenset[str], frozenset[str]] = field(
@@ -152,21 +148,25 @@ class Topology:
             return self._found[kind]
         with located(name):
             own = _torch_layout(tuple(tensor.shape), mesh.shape, tensor.placements)
-        for dim, placement in enumerate(own.placements):
-            line = ranks_along(mesh, dim)
+        lines = [ranks_along(mesh, dim) for dim in range(mesh.ndim)]
+        for line, placement in zip(lines, own.placements, strict=True):
             if not isinstance(placement, Replicate) and line not in self.by_rank:
                 check_upwards(line, name)
-        row, is_exact = _refined(own, self._runs(mesh), self.strategy)
-        axes = zip(self.strategy.mesh.axes, row, strict=True)
+        lines = [tuple(sorted(line)) for line in lines]
+        runs = tuple(self._run_of(line, mesh) for line in lines)
+        row, is_exact = _refined(own, runs, self.strategy)
+        axes = self.strategy.mesh.axes
         found: dict[str, Placement] = {
-            axis.name: place for axis, place in axes if not isinstance(place, Replicate)
+            axis.name: place
+            for axis, place in zip(axes, row, strict=True)
+            if not isinstance(place, Replicate)
         }
         part = None
         if not is_exact:
-            place = tuple(line.index(self.rank) for line in _lines(mesh))
+            place = tuple(line.index(self.rank) for line in lines)
             part = own.part(own.strategy.mesh.rank(place))
-        of_mesh = (self.strategy.mesh.axes[at].name for run in self._runs(mesh) for at in run)
-        layout = self._found[kind] = DTensorLayout(found, frozenset(of_mesh), part)
+        of_mesh = frozenset(axes[at].name for run in runs for at in run)
+        layout = self._found[kind] = DTensorLayout(found, of_mesh, part)
         return layout
 
     def of_shared(self, name: str, shared: SharedOut) -> dict[str, Placement]:
@@ -191,7 +191,7 @@ class Topology:
             found[axes[axis].name] = Owner(coordinate)
         return found
 
-    def _run_of(self, ranks: Sequence[int], where: str) -> AxisRun:
+    def _run_of(self, ranks: Sequence[int], where: object) -> AxisRun:
         """The axes that some ranks in line lie along; none for a single one."""
         if len(ranks) < 2:
             return ()
@@ -204,19 +204,11 @@ class Topology:
         ]
         if math.prod(sizes[axis] for axis in inside) != len(ranks):
             raise StrategyError(
-                f"{self.strategy} has no axes along which these ranks lie", where=where, value=ranks
+                f"{self.strategy} has no axes along which these ranks lie",
+                where=str(where),
+                value=ranks,
             )
         return tuple(inside)
-
-    def _runs(self, mesh: DeviceMesh) -> tuple[AxisRun, ...]:
-        if mesh not in self._runs_of:
-            runs = [self._run_of(line, str(mesh)) for line in _lines(mesh)]
-            self._runs_of[mesh] = tuple(runs)
-        return self._runs_of[mesh]
-
-
-def _lines(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    return [tuple(sorted(ranks_along(mesh, dim))) for dim in range(mesh.ndim)]
 
 
 def _axes_of(lines: list[Line], world_size: int) -> list[Line]:
