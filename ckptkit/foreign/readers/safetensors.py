@@ -7,7 +7,7 @@ order. A folder has an index that says which tensor is in which file; without on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -76,12 +76,11 @@ def read_safetensors(folder: Folder) -> ForeignStep:
     if unread := folder.unread(files):
         details["left_out"] = unread
     arrays = [_array(folder, name, found) for name, found in parts.items()]
-    theirs = {array.name: name for array, name in zip(arrays, parts, strict=True)}
     return ForeignStep(
         format="safetensors",
         files={key: folder.size(key) for key in files},
         arrays=arrays,
-        theirs=theirs,
+        theirs={array.name: name for array, name in zip(arrays, parts, strict=True)},
         details=details,
         sizes=config_of(folder),
     )
@@ -253,10 +252,14 @@ def _array(
         dtypes.add(dtype.name)
     if len(dtypes) > 1:
         raise FormatError("its shards have several dtypes", where=name, value=sorted(dtypes))
-    ends = [extent.box.stop for extent in extents]
-    if len({len(end) for end in ends}) > 1:
-        raise FormatError("its shards differ in their number of dims", where=name)
-    # Nothing says how large the whole is: it ends where the last shard does. A shard that is
-    # missing in between leaves a hole, which is seen. One that is missing at the end is not.
-    shape = tuple(max(along) for along in zip(*ends, strict=True))
+    shape = whole_of([extent.box for extent in extents], name)
     return ForeignArray(join("model", name), shape, DType.of(dtypes.pop()), tuple(extents))
+
+
+def whole_of(boxes: Sequence[Box], where: str) -> tuple[int, ...]:
+    """The shape of a tensor of which only shards are told: it ends where the last one does. A shard
+    that is missing in between leaves a hole, which is seen. One that is missing at the end is not.
+    """
+    if len({box.ndim for box in boxes}) > 1:
+        raise FormatError("its shards differ in their number of dims", where=where)
+    return tuple(max(along) for along in zip(*(box.stop for box in boxes), strict=True))

@@ -21,6 +21,7 @@ from urllib.parse import unquote
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
 from ckptkit.foreign.folder import Folder, parsed, read_yaml
+from ckptkit.foreign.readers.safetensors import whole_of
 from ckptkit.foreign.spread import MeshPart, by_ranks, strategy_of
 from ckptkit.foreign.states import StateTensor, counted, reason, states_of
 from ckptkit.foreign.torch_file import dtype_of, is_whole, read_file
@@ -312,10 +313,7 @@ class _Snapshot:
         if not shards:
             self.left_out[path] = "a tensor of which no rank has a part"
             return _GONE
-        if len({len(box.shape) for box, _ in shards}) > 1:
-            raise FormatError("its shards differ in their number of dims", where=where)
-        # As torchsnapshot has it: the shape is told nowhere.
-        shape = tuple(max(along) for along in zip(*(box.stop for box, _ in shards), strict=True))
+        shape = whole_of([box for box, _ in shards], where)  # as torchsnapshot has it
         dtype = dtype_of(shards[0][1].get("dtype"), f"{where}: dtype")
         extents = self._extents(shards, dtype, where)
         first = next(iter(of_ranks.values()))
