@@ -129,13 +129,12 @@ def _apart(folder: Folder) -> list[str]:
 def _tree(folder: Folder, has: Contents) -> tuple[dict[Any, Any], list[str], dict[str, str]]:
     """The state dictionary, with what files beside it say; these files; and what cannot be read."""
     tree: dict[Any, Any] = {}
-    paths = dict(has.paths)
-    for name in (*has.tensors, *has.objects):
-        # As Megatron names it, whose parameters are not in the middle of the name.
-        if name not in paths and name.startswith("optimizer."):
-            paths[name] = ("optim_state", name.removeprefix("optimizer."))
     for name, value in (*has.tensors.items(), *has.objects.items()):
-        put(tree, paths.get(name, (name,)), value, name)
+        own: Path = (name,)
+        # As Megatron names it, whose parameters are not in the middle of the name.
+        if name.startswith("optimizer."):
+            own = ("optim_state", name.removeprefix("optimizer."))
+        put(tree, has.paths.get(name, own), value, name)
     tree = with_lists(tree)
     beside: list[str] = []
     unread = dict(has.unread)

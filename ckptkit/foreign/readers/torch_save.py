@@ -91,7 +91,7 @@ def read_torch(folder: Folder) -> ForeignStep:
                 value=sorted(files)[:20],
                 hint=f"name the one that counts, such as {folder.where(min(files))}",
             )
-        return _one(folder, dict.fromkeys([*models, *more]), beside)
+        files = [*models, *more]
     return _one(folder, dict.fromkeys(files), beside)
 
 
