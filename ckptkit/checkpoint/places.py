@@ -78,12 +78,11 @@ def stores_at(
     """The stores of two places: the same options reach both, unless the source has its own; a
     store that is open already needs none.
     """
-    own = options if source_options is None else source_options
-    is_shared = source_options is None
-    return (
-        store_at(source, None if is_shared and isinstance(source, Store) else own),
-        store_at(destination, None if isinstance(destination, Store) else options),
-    )
+    if source_options is None:
+        source_options = None if isinstance(source, Store) else options
+    if isinstance(destination, Store):
+        options = None
+    return store_at(source, source_options), store_at(destination, options)
 
 
 def step_name(step: int) -> str:

@@ -253,10 +253,8 @@ def check_total(item: ObjectInfo) -> None:
         return
     arrays = [isinstance(value, np.ndarray) for value in item.value]
     if len(set(arrays)) > 1:
-        rank = arrays.index(not arrays[0])
         raise FormatError(
-            f"rank {0 if arrays[0] else rank} adds an array, "
-            f"rank {rank if arrays[0] else 0} a plain number",
+            f"rank {arrays.index(True)} adds an array, rank {arrays.index(False)} a plain number",
             where=item.name,
             hint="pass arrays on all ranks, or numbers on all",
         )

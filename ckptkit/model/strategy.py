@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from dataclasses import fields as fields_of
-from typing import TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
 
 from ckptkit.errors import FormatError, LayoutError, StrategyError, nearest
 from ckptkit.model.box import MAX_COORDINATE
@@ -83,14 +82,14 @@ class Strategy:
     @classmethod
     def from_doc(cls, doc: object, *, where: str = "strategy") -> Strategy:
         """The strategy of an untrusted document; FormatError when it is not one."""
-        fields = Fields(doc, where)
-        order, axes = fields.text("rank_order"), fields.items("axes")
-        fields.finish()
+        entry = Fields(doc, where)
+        order, axes = entry.text("rank_order"), entry.items("axes")
+        entry.finish()
         if order != "row-major":
-            raise FormatError("must be 'row-major'", where=fields.at("rank_order"), value=order)
+            raise FormatError("must be 'row-major'", where=entry.at("rank_order"), value=order)
         if len(axes) > MAX_AXES:
             raise FormatError(
-                f"must be a list of at most {MAX_AXES} axes", where=fields.at("axes"), value=axes
+                f"must be a list of at most {MAX_AXES} axes", where=entry.at("axes"), value=axes
             )
         read = tuple(_axis_from(axis, f"{where}.axes.{i}") for i, axis in enumerate(axes))
         try:
@@ -100,10 +99,10 @@ class Strategy:
 
 
 def _axis_from(doc: object, where: str) -> Axis:
-    fields = Fields(doc, where)
-    name, kind = fields.text("name"), fields.text("kind")
-    size = fields.integer("size", least=1, below=MAX_WORLD_SIZE + 1)
-    fields.finish()
+    entry = Fields(doc, where)
+    name, kind = entry.text("name"), entry.text("kind")
+    size = entry.integer("size", least=1, below=MAX_WORLD_SIZE + 1)
+    entry.finish()
     try:
         return Axis(name, kind, size)
     except StrategyError as error:
@@ -212,7 +211,7 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        return math.prod(axis.size for axis in self.axes)
+        return math.prod(self.sizes)
 
     def coords(self, rank: int) -> tuple[int, ...]:
         """The coordinate of a rank on every axis."""
@@ -327,6 +326,11 @@ class Stage(_OnOne):
 
 Placement: TypeAlias = Replicate | Shard | Strided | Owner | Stage
 
+# As texts and documents call them.
+_KINDS: dict[str, type[Placement]] = {
+    kind.__name__.lower(): kind for kind in (Replicate, Shard, Strided, Owner, Stage)
+}
+
 _CALL = re.compile(
     r"(?P<kind>shard|strided|owner|stage)\s*\(\s*(?P<number>\d{1,19})\s*"
     r"(?:,\s*blocks\s*=\s*\[(?P<blocks>[\d\s,]*)\]\s*)?(?:,\s*unit\s*=\s*(?P<unit>\d{1,19})\s*)?\)",
@@ -360,7 +364,7 @@ def parse_placement(text: str) -> Placement:
 def placement_to_doc(placement: Placement) -> dict[str, object]:
     """The placement as plain values, defaults left out."""
     doc: dict[str, object] = {"kind": type(placement).__name__.lower()}
-    for field in fields_of(placement):
+    for field in fields(placement):
         value = getattr(placement, field.name)
         if value != field.default:
             doc[field.name] = list(value) if isinstance(value, tuple) else value
@@ -369,28 +373,21 @@ def placement_to_doc(placement: Placement) -> dict[str, object]:
 
 def placement_from_doc(doc: object, *, where: str = "placement") -> Placement:
     """The placement of an untrusted document; FormatError when it is not one."""
-    fields = Fields(doc, where)
-    found: Placement | None = None
-    kind = fields.form("kind")
+    entry = Fields(doc, where)
+    kind = _KINDS.get(entry.form("kind"))
+    if kind is None:
+        raise FormatError("is no placement of a known kind", where=where, value=doc)
+    names = {field.name for field in fields(kind)}
+    said: dict[str, Any] = {each: entry.integer(each) for each in ("dim", "coord") if each in names}
+    if "unit" in names and entry.has("unit"):
+        said["unit"] = entry.integer("unit", least=1)
+    if "blocks" in names and entry.has("blocks"):
+        said["blocks"] = entry.integers("blocks", least=1)
     try:
-        if kind == "replicate":
-            found = Replicate()
-        elif kind in ("owner", "stage"):
-            coord = fields.integer("coord")
-            found = Owner(coord) if kind == "owner" else Stage(coord)
-        elif kind in ("shard", "strided"):
-            dim = fields.integer("dim")
-            unit = fields.integer("unit", least=1) if fields.has("unit") else 1
-            if kind == "strided":
-                found = Strided(dim, unit)
-            else:
-                blocks = fields.integers("blocks", least=1) if fields.has("blocks") else None
-                found = Shard(dim, blocks, unit)
+        found = kind(**said)
     except LayoutError as error:  # no blocks, or more of them than fit a dim
         raise FormatError(error.what, where=where, value=doc) from error
-    if found is None:
-        raise FormatError("is no placement of a known kind", where=where, value=doc)
-    fields.finish()
+    entry.finish()
     return found
 
 
