@@ -339,55 +339,51 @@ def copy_step(
     """
     with _leaving(ranks):
         copying = _Copying(source, target, step, options or CopyOptions())
-        return Copied(copying.save_id, copying.run(ranks))
+        save_id, is_there = ranks.share(lambda: (copying.save_id, copying.is_there()))
+        if save_id != copying.save_id:
+            what, where = "rank 0 copies another save of this step", str(copying.source)
+            raise PeerError(what, where=where, hint="try again")
+        if is_there:
+            return Copied(save_id, 0)
+        sent, problem = copying.send(ranks)
+        # When all packs are complete they go on; where one is damaged, all raise.
+        mine = None if problem is None else (problem.what, problem.where)
+        told = ranks.agree(mine, lambda heard: next(filter(None, heard), None))
+        if told is not None:
+            what, where = told
+            raise problem or UnsoundStepError(what, where=where, save_id=save_id)
+        if ranks.rank == 0:
+            copying.commit()
+        tell_commit(ranks, copying.target, save_id)
+        return Copied(save_id, sent)
 
 
 class _Copying:
     """One step on its way."""
 
     def __init__(self, source: Store, target: Store, step: int, options: CopyOptions) -> None:
-        self._target = target
-        self._from = StepFolder(source, step_name(step))
-        self._to = StepFolder(target, step_name(step))
-        self._manifest = read_manifest(self._from)
+        self.source = StepFolder(source, step_name(step))
+        self.target = StepFolder(target, step_name(step))
+        self._manifest = read_manifest(self.source)
         self.save_id = self._manifest.save.save_id
-        self._folder = self._to.data(self.save_id)
-        self._sources = OpenPacks(self._from, self._manifest)
+        self._folder = self.target.data(self.save_id)
+        self._sources = OpenPacks(self.source, self._manifest)
         self._tables = ArrayTables()
         self._found: dict[int, PackRecord] = {}
         self._options = options
 
-    def run(self, ranks: Ranks) -> int:
-        save_id, is_there = ranks.share(lambda: (self.save_id, self._is_there()))
-        if save_id != self.save_id:
-            raise PeerError(
-                "rank 0 copies another save of this step", where=str(self._from), hint="try again"
-            )
-        if is_there:
-            return 0
-        sent, problem = self._send(ranks)
-        # When all packs are complete they go on; where one is damaged, all raise.
-        mine = None if problem is None else (problem.what, problem.where)
-        told = ranks.agree(mine, lambda heard: next(filter(None, heard), None))
-        if told is not None:
-            what, where = told
-            raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
-        if ranks.rank == 0:
-            self._commit()
-        tell_commit(ranks, self._to, save_id)
-        return sent
-
-    def _is_there(self) -> bool:
-        there = committed_save_id(self._to)
+    def is_there(self) -> bool:
+        """Whether the target has this very save; StepExistsError where it has another."""
+        there = committed_save_id(self.target)
         if there in (None, self.save_id) or self._options.overwrite:
             return there == self.save_id
         raise StepExistsError(
             "another save of this step is there already",
-            where=str(self._to),
+            where=str(self.target),
             hint="delete one of the two steps, or pass overwrite=True",
         )
 
-    def _send(self, ranks: Ranks) -> tuple[int, UnsoundStepError | None]:
+    def send(self, ranks: Ranks) -> tuple[int, UnsoundStepError | None]:
         """Send this rank's packs; how many bytes that were, and what ended it early."""
         sent = 0
         try:
@@ -408,7 +404,7 @@ class _Copying:
         """Compare the manifest with the records: a call of its own, so that a second manifest does
         not stay in memory for the hours that packs may take.
         """
-        with self._reading(str(self._from)):
+        with self._reading(str(self.source)):
             try:
                 records = [found.record for found in self._records()]
                 expected = assemble(records, self._manifest.packs)
@@ -431,10 +427,10 @@ class _Copying:
             ) from error
 
     def _copy(self, pack: int) -> int:
-        info = self._manifest.packs[pack]
+        info, store = self._manifest.packs[pack], self.target.store
         key = f"{self._folder}/{info.name}"
         # In a file system what was cut off can be seen, and have its full size already.
-        if not self._target.abilities.claims_names and stored_size(self._target, key) == info.size:
+        if not store.abilities.claims_names and stored_size(store, key) == info.size:
             return 0
         where, progress = self._sources.where(pack), self._options.progress
         with self._reading(where):
@@ -450,7 +446,7 @@ class _Copying:
             if known.size != info.size:
                 raise CorruptionError("the pack has another size than its record says", where=where)
         extents = [window.size for window in known.windows(_SEGMENT)]
-        sink = self._target.create(key, extents, memory=_MEMORY, again=True)
+        sink = store.create(key, extents, memory=_MEMORY, again=True)
 
         def send(numbered: tuple[int, PackWindow]) -> None:
             number, window = numbered
@@ -473,26 +469,27 @@ class _Copying:
     def _records(self) -> list[PackRecord]:
         ranks = [n for n, pack in enumerate(self._manifest.packs) if pack.record is not None]
         first = [self._record(rank) for rank in ranks[:1]]
-        return [*first, *ask_all(self._from.store, self._record, ranks[1:])]
+        return [*first, *ask_all(self.source.store, self._record, ranks[1:])]
 
     def _record(self, pack: int) -> PackRecord:
         if pack not in self._found:
             size = self._manifest.packs[pack].size
-            found = read_record(self._from, self.save_id, pack, self._tables, size=size)
+            found = read_record(self.source, self.save_id, pack, self._tables, size=size)
             self._found[pack] = found
         return self._found[pack]
 
-    def _commit(self) -> None:
-        arrived = {entry.key: entry.size for entry in self._target.list(self._folder)}
+    def commit(self) -> None:
+        """Make the step exist in the target, once all packs are there."""
+        store = self.target.store
+        arrived = {entry.key: entry.size for entry in store.list(self._folder)}
         for info in self._manifest.packs:
-            size = arrived.get(f"{self._folder}/{info.name}")
+            key = f"{self._folder}/{info.name}"
+            size = arrived.get(key)
             if size != info.size:
-                raise StorageError(
-                    f"{info.size} bytes were sent, {size or 'none'} have arrived",
-                    where=described(self._target, f"{self._folder}/{info.name}"),
-                )
+                what = f"{info.size} bytes were sent, {size or 'none'} have arrived"
+                raise StorageError(what, where=described(store, key))
         try:
-            commit(self._to, self._manifest, overwrite=self._options.overwrite)
+            commit(self.target, self._manifest, overwrite=self._options.overwrite)
         except StepExistsError:
-            discard(self._to, self.save_id)
+            discard(self.target, self.save_id)
             raise
