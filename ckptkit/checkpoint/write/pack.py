@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
@@ -124,7 +125,7 @@ class Pack:
         Checksums and headers are left to `write_segment` too.
         """
         self._staged = staged = pool.take(self.plan.end)
-        copies: list[Segment | tuple[memoryview, memoryview]] = []
+        copies: list[Callable[[], None]] = []
         kept: list[npt.NDArray[Any] | None] = [None] * len(self._data)
         for number, start in self.plan.scattered.items():
             held = self._data[number]
@@ -135,17 +136,15 @@ class Pack:
             kept[number] = np.frombuffer(memory, held.dtype).reshape(held.shape)
             for begin in range(0, held.nbytes, _STAGED_SEGMENT):
                 piece = slice(begin, begin + _STAGED_SEGMENT)
-                copies.append((source[piece], memory[piece]))
+                copies.append(partial(copy_bytes, source[piece], memory[piece]))
 
-        def copy(what: Segment | tuple[memoryview, memoryview]) -> None:
-            if not isinstance(what, Segment):
-                copy_bytes(*what)
-                return
-            slots = self._slots(what, staged.view[what.start : what.stop])
+        def copy_chunks(segment: Segment) -> None:
+            slots = self._slots(segment, staged.view[segment.start : segment.stop])
             for _ in self._fill(slot for slot in slots if slot.array not in self._whole):
                 pass
 
-        share_out([*self.segments_of(_STAGED_SEGMENT), *copies], copy, threads)
+        chunks = [partial(copy_chunks, each) for each in self.segments_of(_STAGED_SEGMENT)]
+        share_out([*chunks, *copies], call, threads)
         # `fill` reads only the copy from here on.
         self._data[:] = kept
 
