@@ -11,7 +11,7 @@ import re
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +65,12 @@ def record_name(rank: int) -> str:
 
 def data_offset(name: str, length: int, header_offset: int) -> int:
     """Where the data of an entry begins whose local header begins at `header_offset`."""
-    fixed = _LOCAL.size + len(name) + (20 if length >= _LIMIT32 else 0) + 5
+    return int(_border_after(header_offset, len(name), length))
+
+
+def _border_after(header_offset: Any, name_length: Any, length: Any) -> Any:
+    """The same of numbers, or of arrays of them: the first border behind the shortest header."""
+    fixed = _LOCAL.size + name_length + 20 * (length >= _LIMIT32) + 5
     return -(-(header_offset + fixed) // ALIGNMENT) * ALIGNMENT
 
 
@@ -104,10 +109,8 @@ class Entries(NamedTuple):
 
 def data_offsets(name_lengths: I64, lengths: I64) -> I64:
     """Where the data of each entry begins (`data_offset`); the first entry begins a pack."""
-    fixed = _LOCAL.size + name_lengths + np.where(lengths >= _LIMIT32, 20, 0) + 5
-    fixed[1:] += lengths[:-1]
     # All data begins on a border, so that the way from one to the next does not depend on where.
-    return np.cumsum(-(-fixed // ALIGNMENT) * ALIGNMENT)
+    return np.cumsum(_border_after(np.append(0, lengths[:-1]), name_lengths, lengths))
 
 
 def local_headers(entries: Entries, header_offset: int) -> list[bytes]:
