@@ -146,21 +146,14 @@ def _as_written(data: bytes, table: list[tuple[Placement, ...]]) -> ArrayColumns
     A cut at a wrong place is found: a name has the length that it says, what follows it has been
     decoded, to its last byte, as the fields that it is, and a name ends the entry.
     """
-    first = data.find(_NAME)
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(data[: max(0, first - 1)])
-    try:
-        count = int(unpacker.read_array_header())
-    except (ValueError, msgpack.OutOfData):
-        return None
-    _, *entries = data.split(_NAME, min(count, MAX_ARRAYS))
-    if len(entries) != count or msgpack.Packer().pack_array_header(count) != data[: first - 1]:
+    begin, *entries = data.split(_NAME, MAX_ARRAYS)
+    if not entries or msgpack.Packer().pack_array_header(len(entries)) != begin[:-1]:
         return None
     names: list[bytes] = []
     others: list[bytes | None] = []
     kinds: list[ArrayKind | None] = []
     known: dict[bytes, ArrayKind] = {}
-    head = data[first - 1 : first]
+    head = begin[-1:]
     entries[-1] += b"\0"  # each ends with the head of the next one
     for entry in entries:
         name, rest = _first_text(entry)
