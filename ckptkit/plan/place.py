@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 from ckptkit.errors import LayoutError, RulesError
@@ -317,10 +317,7 @@ def balanced(layers: Sequence[int], stages: int, first: int = 0, last: int = 0) 
 
     `first` and `last` are bytes that lie on the first and the last stage in any case.
     """
-    totals = [0]
-    for nbytes in layers:
-        totals.append(totals[-1] + nbytes)
-    totals = [0, *(total + first for total in totals[1:])]
+    totals = [0, *(total + first for total in accumulate(layers))]
     totals[-1] += last
     least = _best(totals, stages, None)[0]
     cuts = _best(totals, stages, least)[1]

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeAlias, cast, overload
 
 import numpy as np
@@ -299,11 +299,8 @@ def readers_of(sizes: Sequence[int], ranks: int) -> list[int]:
     which one request may read, together.
     """
     total = max(1, sum(sizes))
-    readers, before = [], 0
-    for size in sizes:
-        readers.append(min(ranks - 1, (2 * before + size) * ranks // (2 * total)))
-        before += size
-    return readers
+    middles = (2 * end - size for size, end in zip(sizes, accumulate(sizes), strict=True))
+    return [min(ranks - 1, middle * ranks // (2 * total)) for middle in middles]
 
 
 def batches(sizes: Sequence[int] | I64, limit: int) -> list[tuple[int, int]]:
