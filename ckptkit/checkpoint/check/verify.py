@@ -127,10 +127,7 @@ def _compared(
         pack = manifest.packs[number]
         key = f"{data}/{pack.name}"
         where = described(store, key)
-
-        def faults_by(known: PackBytes) -> list[Fault]:
-            return faults_of(store, key, pack.size, known, each, progress)
-
+        faults_by = partial(faults_of, store, key, pack.size, threads=each, progress=progress)
         found: list[Finding] = []
         record: Record | None = None
         try:
