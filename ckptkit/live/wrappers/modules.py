@@ -191,8 +191,7 @@ def entries(submodules: Submodules) -> list[ModelEntry]:
 def absorb(submodules: Submodules, entries: Sequence[ModelEntry]) -> None:
     """Hand over what `state_dict` made up: extra state and tensors of its hooks."""
     module = submodules[0]
-    kept = [*_tensors(submodules), *submodules.ddp_parameters.values()]
-    own = set(map(id, kept))
+    own = set(map(id, _tensors(submodules)))
     made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
     if made_up:
         canonical = canonical_names(submodules)
@@ -221,19 +220,21 @@ def specs_of(submodules: Submodules) -> list[DTensorSpec]:
     """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
     plain parameters of.
     """
-    kept = [*_tensors(submodules), *submodules.ddp_parameters.values()]
-    found = [as_spread(each, each) for each in dict.fromkeys(kept)]
+    found = [as_spread(each, each) for each in dict.fromkeys(_tensors(submodules))]
     # Gathered, those that are flat in FSDP1 are DTensors again.
     own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
     return [tensor._spec for tensor in own] + cut_before(submodules)
 
 
-def _tensors(submodules: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """The parameters and buffers of modules; one that several have more than once."""
+def _tensors(submodules: Submodules) -> list[torch.Tensor]:
+    """The parameters and buffers of modules, and what DDP has taken off them; one that several have
+    more than once.
+    """
     kept = (
         by_name for each in submodules for by_name in (each._parameters, each._buffers) if by_name
     )
-    return [tensor for by_name in kept for tensor in by_name.values() if tensor is not None]
+    own = [tensor for by_name in kept for tensor in by_name.values() if tensor is not None]
+    return [*own, *submodules.ddp_parameters.values()]
 
 
 def _fsdp_ranks(submodules: Submodules) -> set[tuple[int, ...]]:
