@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -61,19 +61,18 @@ def check_copies(
     run of elements that a file has of a weight, the first and the last ones are compared, and some
     between.
     """
-    rows: list[tuple[Stretches, int, int]] = []
-    theirs: list[tuple[Stretches, int, int]] = []
+    runs: list[tuple[Stretches, Stretches, int, int]] = []
     for name, master in masters.items():
         mine, copy = _row(master), _row(copies[name])
         if mine is None or copy is None or not copy.dtype.name.startswith(("float", "bfloat")):
             continue
-        for begin, end in zip(mine.starts, mine.starts[1:], strict=False):
-            rows.append((mine, begin, end - begin))
-            theirs.append((copy, begin, end - begin))
+        runs += [(mine, copy, begin, end - begin) for begin, end in pairwise(mine.starts)]
+    of_masters = samples(folder, [(mine, begin, size) for mine, _, begin, size in runs])
+    of_copies = samples(folder, [(copy, begin, size) for _, copy, begin, size in runs])
     compared: dict[tuple[str, str], bool] = {}
-    pairs = zip(rows, theirs, samples(folder, rows), samples(folder, theirs), strict=True)
     with np.errstate(over="ignore", invalid="ignore"):
-        for (mine, begin, size), (copy, *_), exact, rounded in pairs:
+        for run, exact, rounded in zip(runs, of_masters, of_copies, strict=True):
+            mine, copy, begin, size = run
             expected = exact.astype(rounded.dtype)
             is_alike = (expected == rounded) | (np.isnan(expected) & np.isnan(rounded))
             extent = next(extent for extent, *_ in mine.between(begin, begin + size))
