@@ -180,9 +180,9 @@ def _wrapped(names: Sequence[Any]) -> str:
     it is the only child. An optimizer has such names only where it was told them so.
     """
     inside = ""
-    for wrapper in _WRAPPERS * bool(names):
+    for wrapper in _WRAPPERS:
         longer = inside + wrapper
-        if all(type(name) is str and name.startswith(longer) for name in names):
+        if names and all(type(name) is str and name.startswith(longer) for name in names):
             inside = longer
     return inside
 
