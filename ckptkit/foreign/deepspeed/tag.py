@@ -252,12 +252,12 @@ def _read_stages(
     weights: dict[str, StateTensor] = {}
     several: set[str] = set()
     for stage, part in enumerate(mine):
-        shapes, zero = _shapes(part, module, experts), whole
-        if part.optimizers and not zero:
+        shapes, zero = _shapes(part, module, experts), whole or Zero()
+        if part.optimizers and not whole:
             zero = read_zero(folder, shapes, part, experts)
             zeros.append(zero)
             check_step(folder, zero.states, part.tree.get("global_steps"), part.where)
-        told, states = (zero.weights, zero.states) if zero else ({}, {})
+        told = zero.weights
         if whole:
             told = {name: told[name] for row in shapes for name in row if name in told}
         for name, weight in told.items():
@@ -278,7 +278,7 @@ def _read_stages(
                 continue
             weights[name] = weight
             model.stages[name] = stage
-            model.states[name] = states.get(name, {})
+            model.states[name] = zero.states.get(name, {})
             if part.stage < 3:
                 model.copies[name] = copy.dtype.name
         copied = {
@@ -338,7 +338,7 @@ def _as_step(
     tree: dict[str, Any] = {"model": model.tensors}
     rest = {k: v for k, v in first.tree.items() if k not in _LAYOUT and v is not None}
     left_out: dict[str, str] = {}
-    is_by_order = False
+    noted: dict[str, Any] = {}
     by_part = [read_optimizers(folder, rank, part) for rank, part in enumerate(parts)]
     of_experts = [own for owns in by_part for own in owns]
     if zeros:
@@ -355,7 +355,7 @@ def _as_step(
         tree["optimizer"] = inner[0] if len(inner) == 1 else inner
         if of_experts:
             one = _optimizer_of_experts(model, parts, by_part, experts)
-            is_by_order = one is not None
+            noted = {} if one is None else {"optimizer": BY_ORDER}
             tree["optimizer"] = inner if one is None else one
             experts.degrees |= {len(each) for each in by_part}
         more = [{k: v for k, v in own.items() if k != "optimizer_state_dict"} for own in owns]
@@ -366,7 +366,7 @@ def _as_step(
     found = states_of(tree, folder.where(files.tag).rstrip("/"), model.buffers)
     if not sizes and first.tree.get("module") is None:
         left_out["layer_…-model_states.pt"] = "buffers and frozen parameters, in no file here"
-    found.noted |= {"optimizer": BY_ORDER} if is_by_order else {}
+    found.noted |= noted
     found.left_out |= left_out
     details: dict[str, Any] = {}
     if model.copies:
