@@ -395,7 +395,6 @@ def states_of_row(
     found: dict[str, Any] = {}
     for key in dict.fromkeys(key for state in by_rank for key in state):
         values = [state.get(key) for state in by_rank]
-        name = f"optimizer/{row}/{key}"
         fits = [_fits(value, piece, row) for value, piece in zip(values, pieces, strict=True)]
         if any(fits):
             if not all(fits):
@@ -406,7 +405,7 @@ def states_of_row(
                 )
             found[key] = ByRank(values)
         elif any(isinstance(value, StateTensor) and value.shape for value in values):
-            left_out[name] = "a state that is not cut as the parameters are"
+            left_out[f"optimizer/{row}/{key}"] = "a state that is not cut as the parameters are"
         elif len({likeness(value) for value in values}) > 1:
             rank = next(n for n, v in enumerate(values) if likeness(v) != likeness(values[0]))
             raise FormatError(

@@ -108,15 +108,14 @@ def read_zero(
     else:
         parameters = _by_rows(shapes, pieces, experts, reordered=part.reordered)
     rows = [states_of_row(row, pieces, found.left_out) for row in range(len(pieces[0].weights))]
+    keys = dict.fromkeys(key for row in rows for key in row if type(row[key]) is ByRank)
     # Of each state, by rank, its pieces of all rows.
     cut = {
         key: [
             [row[key][rank] if type(row.get(key)) is ByRank else None for row in rows]
             for rank in range(len(pieces))
         ]
-        for key in dict.fromkeys(
-            k for row in rows for k, value in row.items() if type(value) is ByRank
-        )
+        for key in keys
     }
     if stage == 3:
         check_paddings(folder, paddings, [*cut.values()], places)
