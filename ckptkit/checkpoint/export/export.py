@@ -129,14 +129,13 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     before = resident_bytes()
     with open_checkpoint(src, storage_options=own) as checkpoint:
         selection = replace(selection or Selection(), optimizer=optimizer)
-        arrays, tensors, objects, left_out = _tensors_of(
-            checkpoint, selection, {**said, **(sizes or {})}
-        )
+        pairs, objects, left_out = _tensors_of(checkpoint, selection, {**said, **(sizes or {})})
         if to_format == "hf":
             # Where the config does not say it, each kind of model has a default of its own. What
             # the config of a part of the model says does not count either.
             ties = said.get("tie_word_embeddings") is True
-            arrays, tensors = _untied(arrays, tensors, EMBEDDINGS if ties else ())
+            pairs = _untied(pairs, EMBEDDINGS if ties else ())
+        arrays, tensors = [chosen for chosen, _ in pairs], [tensor for _, tensor in pairs]
         more = {"objects": objects} if optimizer else {}
         new: NewFiles
         if is_file:
@@ -213,8 +212,8 @@ def _check_format(to_format: str, *, beside: Place | None, optimizer: bool) -> N
 
 def _tensors_of(
     checkpoint: Checkpoint, selection: Selection, sizes: Mapping[str, Any]
-) -> tuple[list[Chosen], list[NewTensor], dict[Keys, Any], list[str]]:
-    """The arrays that go over, what each will be; the objects, by their places in nested
+) -> tuple[list[tuple[Chosen, NewTensor]], dict[Keys, Any], list[str]]:
+    """The arrays that go over, with what each will be; the objects, by their places in nested
     dictionaries; and what is left out.
     """
     groups = (f"{MODEL}/", f"{OPTIMIZER}/")[: 1 + selection.optimizer]
@@ -234,7 +233,7 @@ def _tensors_of(
     others: dict[str, list[str]] = {}
     for alias in choice.aliases:
         others.setdefault(alias.alias_of, []).append(alias.name)
-    tensors = []
+    pairs = []
     for chosen in arrays:
         names = [chosen.name, *others.get(chosen.name, ())]
         info = chosen.info
@@ -245,15 +244,15 @@ def _tensors_of(
                     "torch has no name for this state of the optimizer", where=chosen.name
                 )
             place = (OPTIMIZER, "state", *above)
-            tensors.append(NewTensor(name, info.shape, info.dtype, above=place))
+            pairs.append((chosen, NewTensor(name, info.shape, info.dtype, above=place)))
             continue
         inner = [inner_name(name, "param") for name in names]
         plain = plain_name(inner)
         tied = tuple(name for name in inner if name != plain)
-        tensors.append(NewTensor(plain, info.shape, info.dtype, tied))
+        pairs.append((chosen, NewTensor(plain, info.shape, info.dtype, tied)))
     into = {name: new for name, new in choice.names.items() if new.startswith(groups)}
     left_out = [name for name in checkpoint.arrays if name not in into]
-    return arrays, tensors, _optimizer_objects(choice.objects), left_out
+    return pairs, _optimizer_objects(choice.objects), left_out
 
 
 def _optimizer_objects(objects: Sequence[ObjectInfo]) -> dict[Keys, Any]:
@@ -274,19 +273,19 @@ def _optimizer_objects(objects: Sequence[ObjectInfo]) -> dict[Keys, Any]:
 
 
 def _untied(
-    arrays: Sequence[Chosen], tensors: Sequence[NewTensor], kept: Sequence[str]
-) -> tuple[list[Chosen], list[NewTensor]]:
+    pairs: Sequence[tuple[Chosen, NewTensor]], kept: Sequence[str]
+) -> list[tuple[Chosen, NewTensor]]:
     """All under each of their names but those with one of `kept` in the first: what is not there
     under its own name transformers would make up, and ties those that are alike itself.
     """
-    pairs: list[tuple[Chosen, NewTensor]] = []
-    for chosen, tensor in zip(arrays, tensors, strict=True):
+    found: list[tuple[Chosen, NewTensor]] = []
+    for chosen, tensor in pairs:
         if any(part in tensor.name for part in kept):
-            pairs.append((chosen, tensor))
+            found.append((chosen, tensor))
         else:
             names = (tensor.name, *tensor.tied)
-            pairs += [(chosen, replace(tensor, name=name, tied=())) for name in names]
-    return [chosen for chosen, _ in pairs], [tensor for _, tensor in pairs]
+            found += [(chosen, replace(tensor, name=name, tied=())) for name in names]
+    return found
 
 
 def _copied_beside(source: Store) -> Iterator[str]:

@@ -15,7 +15,6 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from isal import isal_zlib
@@ -133,7 +132,7 @@ def hugging_face(tensors: Sequence[NewTensor], most: int) -> NewFiles:
         return NewFiles((_file("model.safetensors", tensors, shards[0]),))
     files = [
         _file(f"model-{place:05d}-of-{len(shards):05d}.safetensors", tensors, numbers)
-        for place, numbers in zip(count(1), shards, strict=False)
+        for place, numbers in enumerate(shards, 1)
     ]
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
