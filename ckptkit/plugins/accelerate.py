@@ -65,8 +65,18 @@ def load_state(
     with opened(checkpoints) as checkpointer:
         restored = checkpointer.restore(step=step, **how, **objects)
         if restored is None:
-            _check_nothing(checkpointer)
-            return None
+            # Nobody begins anew where another program's checkpoint is.
+            try:
+                load(checkpointer._store)
+            except NotFoundError:
+                return None
+            raise UsageError(
+                "no run of ckptkit's, but a checkpoint of another kind",
+                where=checkpointer.location,
+                hint="accelerator.load_state(…) loads what accelerator.save_state(…) wrote, "
+                "ckptkit.live.load(…, model=model) the model of most kinds; save_state goes on "
+                "elsewhere",
+            )
     random = restored.extra.get(_RNG)
     set_rng_state(random)
     if _OWN in restored.extra:  # a step of a loop without an Accelerator has none
@@ -163,20 +173,6 @@ def _go_on(accelerator: Any, position: Mapping[str, Any]) -> None:
             there,
             here,
         )
-
-
-def _check_nothing(checkpointer: Checkpointer) -> None:
-    """Refuse to begin anew where another program's checkpoint is."""
-    try:
-        load(checkpointer._store)
-    except NotFoundError:
-        return
-    raise UsageError(
-        "no run of ckptkit's, but a checkpoint of another kind",
-        where=checkpointer.location,
-        hint="accelerator.load_state(…) loads what accelerator.save_state(…) wrote, "
-        "ckptkit.live.load(…, model=model) the model of most kinds; save_state goes on elsewhere",
-    )
 
 
 class _Loader:
