@@ -351,7 +351,11 @@ class CkptkitStorage(Storage):
         at = self._at(path)
         if at.checkpoint and self._read_commit(at.checkpoint):
             return False
-        return self.isdir(path) or self._is_file(at.key, at)
+        if self.isdir(path):
+            return True
+        if found := self._committed(at):
+            return found[2] in found[1].files
+        return self._is_file(at.key)
 
     def isdir(self, path: Path) -> bool:
         at = self._at(path)
@@ -363,9 +367,7 @@ class CkptkitStorage(Storage):
             return False
         return not at.key or (bool(self._store.children(at.key)) and not self._is_file(at.key))
 
-    def _is_file(self, key: str, at: _At | None = None) -> bool:
-        if at is not None and (found := self._committed(at)):
-            return found[2] in found[1].files
+    def _is_file(self, key: str) -> bool:
         try:
             self._store.size(key)
         except NotFoundError:
