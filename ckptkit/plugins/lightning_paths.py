@@ -146,8 +146,9 @@ class PathRuns:
         store, training = self._store(location), Training.of(**objects)
         options = SaveOptions()
         with _naming_keys():
-            alone: Any = {"world": World(), "ranks": OneRank()}
-            saved = prepare(store, step, training, None, options, self._last, **alone)
+            saved = prepare(
+                store, step, training, None, options, self._last, world=World(), ranks=OneRank()
+            )
             saved.writer.commit()
         self._last.keep(saved.writer.plan, saved.basis)
         self._name(os.fspath(path), location, step)
