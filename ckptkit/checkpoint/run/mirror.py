@@ -134,13 +134,14 @@ class Mirror:
         if step is not None:  # whether it is there or not: that it lacks has to be said
             numbers = [step, *(number for number in numbers if number < step)]
         found: list[tuple[int, str]] = []
-        for number in numbers:
-            sides = [REMOTE] if number in there or number not in here else []
-            if number in here:
-                sides = self._in_order(number, both=fallback) if sides else [LOCAL]
+        for number in numbers if fallback else numbers[:1]:
+            if number not in here:
+                sides = [REMOTE]
+            elif number not in there:
+                sides = [LOCAL]
+            else:
+                sides = self._in_order(number, both=fallback)
             found += [(number, side) for side in sides]
-            if not fallback:
-                break
         return found
 
     def upload(self, ranks: Ranks, up_to: int | None = None) -> None:

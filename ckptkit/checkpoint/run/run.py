@@ -318,19 +318,17 @@ def plan_prune(
     """
     links = store.links()
     folders = {step: name for step, name in step_folders(store).items() if name not in links}
-    unreadable: list[str] = []
 
-    def read(name: str) -> Manifest | None:
+    def read(name: str) -> Manifest | FormatError | None:
         try:
             return read_manifest(StepFolder(store, name))
         except NotFoundError:
             return None
-        except FormatError:
-            unreadable.append(name)
-            return None
+        except FormatError as error:
+            return error
 
-    found = list(zip(folders, ask_all(store, read, folders.values()), strict=True))
-    manifests = {step: each for step, each in found if folders[step] not in unreadable}
+    found = zip(folders, ask_all(store, read, folders.values()), strict=True)
+    manifests = {step: each for step, each in found if not isinstance(each, FormatError)}
     readable = {step: manifest for step, manifest in manifests.items() if manifest is not None}
     older = sorted(step for step in readable if up_to is None or step <= up_to)
     if not retention.is_all:
