@@ -351,10 +351,9 @@ def _patterns(doc: object, where: str, problems: _Problems) -> tuple[str, ...]:
 
 def _numbering(doc: object, where: str, problems: _Problems) -> str:
     """A regular expression with one group, which is to match a number."""
-    found = _regex(doc, where, problems) if isinstance(doc, str) else None
     if not isinstance(doc, str):
         problems.add(where, f"must be a regular expression, not {in_short(doc)}")
-    elif found is not None and found.groups != 1:
+    elif (found := _regex(doc, where, problems)) is not None and found.groups != 1:
         problems.add(where, rf"must have one group for the number, such as layers\.(\d+): {doc}")
     return str(doc)
 
