@@ -34,8 +34,6 @@ _MOST_BORDERS = 1 << 16
 # What copying chunks unread saves is worth up to this many of them, with a request and a row of the
 # manifest each, where a new grid would have one.
 _MUCH_SMALLER = 4
-# As far as `choose_grid` itself may miss what is asked for, so that a grid it made is kept.
-_MUCH_LARGER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,8 @@ def target_grid(
     Of chunks that are much smaller, whole ones are joined.
     """
     chosen = choose_grid(source.shape, itemsize, edges, chunk_bytes)
-    is_large = source.chunk_elements * itemsize > _MUCH_LARGER * chunk_bytes
+    # As far as `choose_grid` itself may miss what is asked for, so that a grid it made is kept.
+    is_large = source.chunk_elements * itemsize > _LARGEST_MULTIPLE * chunk_bytes
     if source.is_regular:
         dims = zip(edges, source.chunk_shape, strict=True)
         has_borders = not any(cut % length for cuts, length in dims for cut in cuts)
