@@ -125,7 +125,7 @@ class Pack:
         Checksums and headers are left to `write_segment` too.
         """
         self._staged = staged = pool.take(self.plan.end)
-        copies: list[Callable[[], None]] = []
+        copies: list[partial[None]] = []
         kept: list[npt.NDArray[Any] | None] = [None] * len(self._data)
         for number, start in self.plan.scattered.items():
             held = self._data[number]
