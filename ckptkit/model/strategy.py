@@ -327,7 +327,7 @@ class Stage(_OnOne):
 Placement: TypeAlias = Replicate | Shard | Strided | Owner | Stage
 
 # As texts and documents call them.
-_KINDS: dict[str, type[Placement]] = {
+_PLACEMENTS: dict[str, type[Placement]] = {
     kind.__name__.lower(): kind for kind in (Replicate, Shard, Strided, Owner, Stage)
 }
 
@@ -374,7 +374,7 @@ def placement_to_doc(placement: Placement) -> dict[str, object]:
 def placement_from_doc(doc: object, *, where: str = "placement") -> Placement:
     """The placement of an untrusted document; FormatError when it is not one."""
     entry = Fields(doc, where)
-    kind = _KINDS.get(entry.form("kind"))
+    kind = _PLACEMENTS.get(entry.form("kind"))
     if kind is None:
         raise FormatError("is no placement of a known kind", where=where, value=doc)
     names = {field.name for field in fields(kind)}
