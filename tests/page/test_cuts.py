@@ -37,7 +37,7 @@ SCRIPT = """
   const ranks = [];
   for (let rank = 0; rank < layout.world; rank += 1) {
     const part = layout.part(rank);
-    const same = part.boxes && part.size ? plane.holders(layout.coords(rank)) : 0;
+    const same = part.boxes && part.size ? plane.holders(coordsOf(layout.sizes, rank)) : 0;
     ranks.push([part.shape, part.size, boxesOf(part, 1e6), same]);
   }
   const sizes = new Float64Array(layout.world);

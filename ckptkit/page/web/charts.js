@@ -48,9 +48,7 @@ function picture({ height, draw, at, lines, move, pick, label, first = "\u00a0" 
     requestAnimationFrame(paint);
   }).observe(canvas);
   redraws.add(paint);
-  const figure = h("figure", { class: "picture" }, canvas, said);
-  figure.mark = mark;
-  return figure;
+  return h("figure", { class: "picture" }, canvas, said);
 }
 
 /**
@@ -103,13 +101,9 @@ function stacked(rows) {
   const strip = h("div", { class: "strip", role: "img", "aria-label": rows.map((row) => `${row.name} ${percent(row.value, all)}`).join(", ") });
   const legend = h("ul", { class: "legend" });
   for (const row of rows) {
-    const part = h("div", { onpointermove: (event) => tell(event, row.name, row.text, percent(row.value, all)), onpointerleave: () => tell() });
-    part.style.width = `${all ? (100 * row.value) / all : 0}%`;
-    part.style.background = row.tint;
-    strip.append(part);
-    const dot = h("i");
-    dot.style.background = row.tint;
-    legend.append(h("li", null, dot, `${row.name} `, h("b", null, row.text), h("span", { class: "quiet" }, ` ${percent(row.value, all)}`)));
+    const style = { width: `${all ? (100 * row.value) / all : 0}%`, background: row.tint };
+    strip.append(h("div", { style, onpointermove: (event) => tell(event, row.name, row.text, percent(row.value, all)), onpointerleave: () => tell() }));
+    legend.append(h("li", null, h("i", { style: { background: row.tint } }), `${row.name} `, h("b", null, row.text), h("span", { class: "quiet" }, ` ${percent(row.value, all)}`)));
   }
   return [strip, legend];
 }

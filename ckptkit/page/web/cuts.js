@@ -39,6 +39,16 @@ function pieceOf(cut, intervals, coord) {
   return found;
 }
 
+/** The coordinates of a rank, or of anything that is numbered through axes of these sizes. */
+function coordsOf(sizes, number) {
+  const found = [];
+  for (let axis = sizes.length - 1; axis >= 0; axis -= 1) {
+    found.unshift(number % sizes[axis]);
+    number = Math.floor(number / sizes[axis]);
+  }
+  return found;
+}
+
 /** One dim of a tensor, and the axes that cut it, in the order in which they do. */
 class Dim {
   constructor(number, length, axes, placements) {
@@ -77,15 +87,14 @@ class Dim {
   pieces() {
     if (this.distinct) return this.distinct;
     const found = new Map();
-    const total = product(this.cuts.map((cut) => cut.size));
     const order = [...this.cuts].sort((a, b) => a.axis - b.axis);
+    const sizes = order.map((cut) => cut.size);
+    const total = product(sizes);
     for (let number = 0; number < total; number += 1) {
       const coords = {};
-      let rest = number;
-      for (let at = order.length - 1; at >= 0; at -= 1) {
-        coords[order[at].axis] = rest % order[at].size;
-        rest = Math.floor(rest / order[at].size);
-      }
+      coordsOf(sizes, number).forEach((coord, at) => {
+        coords[order[at].axis] = coord;
+      });
       const intervals = this.intervals(coords);
       const key = intervals.join(";");
       if (intervals.length && !found.has(key)) found.set(key, { intervals, coords, holders: 0 });
@@ -101,7 +110,8 @@ class Layout {
   constructor(shape, axes, placements) {
     this.shape = shape;
     this.axes = axes;
-    this.world = product(axes.map((axis) => axis[2]));
+    this.sizes = axes.map((axis) => axis[2]);
+    this.world = product(this.sizes);
     this.dims = shape.map((length, dim) => new Dim(dim, length, axes, placements));
     this.holders = [];
     placements.forEach((placement, axis) => {
@@ -109,17 +119,8 @@ class Layout {
     });
   }
 
-  coords(rank) {
-    const found = [];
-    for (let axis = this.axes.length - 1; axis >= 0; axis -= 1) {
-      found.unshift(rank % this.axes[axis][2]);
-      rank = Math.floor(rank / this.axes[axis][2]);
-    }
-    return found;
-  }
-
   rankOf(coords) {
-    return this.axes.reduce((rank, axis, at) => rank * axis[2] + (coords[at] ?? 0), 0);
+    return this.sizes.reduce((rank, size, at) => rank * size + (coords[at] ?? 0), 0);
   }
 
   holds(coords) {
@@ -127,14 +128,12 @@ class Layout {
   }
 
   get firstRank() {
-    const coords = {};
-    for (const [axis, coord] of this.holders) coords[axis] = coord;
-    return this.rankOf(coords);
+    return this.rankOf(Object.fromEntries(this.holders));
   }
 
   /** What a rank holds: the shape of its part, and per dim the intervals that its boxes are made of. */
   part(rank) {
-    const coords = this.coords(rank);
+    const coords = coordsOf(this.sizes, rank);
     const runs = this.dims.map((dim) => dim.intervals(coords));
     const shape = runs.map(lengthOf);
     if (!this.holds(coords)) return { shape: shape.length ? [0, ...shape.slice(1)] : [], runs, boxes: 0, size: 0 };
@@ -152,7 +151,7 @@ class Layout {
     const plain = product(this.dims.filter((dim) => !dim.cuts.length).map((dim) => dim.length)) * factor;
     if (!plain) return;
     for (let rank = 0; rank < this.world; rank += 1) {
-      const coords = this.coords(rank);
+      const coords = coordsOf(this.sizes, rank);
       if (!this.holds(coords)) continue;
       let size = plain;
       for (const dim of cut) size *= dim.size(coords);

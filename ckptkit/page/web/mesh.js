@@ -135,13 +135,9 @@ function meshWords(strategy) {
 
 /** A rank in words: its place on every axis. */
 function rankWords(strategy, rank) {
-  const coords = [];
-  let rest = rank;
-  for (let axis = strategy.axes.length - 1; axis >= 0; axis -= 1) {
-    coords.unshift(`${strategy.axes[axis][0]} ${rest % strategy.axes[axis][2]}`);
-    rest = Math.floor(rest / strategy.axes[axis][2]);
-  }
-  return [`rank ${rank}`, ...(coords.length ? [coords.join(" · ")] : [])];
+  const coords = coordsOf(strategy.axes.map((axis) => axis[2]), rank);
+  const said = strategy.axes.map(([name], axis) => `${name} ${coords[axis]}`);
+  return [`rank ${rank}`, ...(said.length ? [said.join(" · ")] : [])];
 }
 
 /** The colour of a rank: its place on one axis, or on the last one. */

@@ -36,26 +36,24 @@ function layerOf(name) {
   return found ? [found[1].replace(/[./]$/, ""), Number(found[2])] : null;
 }
 
-function grouped(keyOf) {
+/** The bytes of the arrays of each role, or of each dtype. */
+function bytesBy(what) {
   const found = new Map();
   sizes.forEach((size, at) => {
-    const key = keyOf(at);
-    const known = found.get(key) ?? { value: 0, count: 0 };
-    known.value += size;
-    known.count += step.alias[at] < 0 ? 1 : 0;
-    found.set(key, known);
+    const key = step.kinds[step.kind[at]][what];
+    found.set(key, (found.get(key) ?? 0) + size);
   });
   return found;
 }
 
 function byRole() {
-  const found = grouped((at) => step.kinds[step.kind[at]].role);
-  return stacked(ROLES.filter((role) => found.has(role)).map((role) => ({ name: role, value: found.get(role).value, text: bytes(found.get(role).value), tint: roleTint(role) })));
+  const found = bytesBy("role");
+  return stacked(ROLES.filter((role) => found.has(role)).map((role) => ({ name: role, value: found.get(role), text: bytes(found.get(role)), tint: roleTint(role) })));
 }
 
 function byDtype() {
-  const found = [...grouped((at) => step.kinds[step.kind[at]].dtype)].sort((a, b) => b[1].value - a[1].value);
-  return stacked(found.map(([name, { value }], at) => ({ name, value, text: bytes(value), tint: tint(at + 4, 12) })));
+  const found = [...bytesBy("dtype")].sort((a, b) => b[1] - a[1]);
+  return stacked(found.map(([name, value], at) => ({ name, value, text: bytes(value), tint: tint(at + 4, 12) })));
 }
 
 /** Layers in order, each with what `add` says of its arrays, and what is outside of them. */
@@ -127,7 +125,8 @@ function mesh() {
   const told = h("div", { class: "told" });
   const about = (rank) => {
     picked = rank;
-    told.replaceChildren(factList([["rank", whole(rank)], ...strategy.axes.map(([name], at) => [name, String(new Layout([], strategy.axes, []).coords(rank)[at])]), held ? ["holds", bytes(held[rank])] : null, step.packs[rank] !== undefined && !step.format ? ["its pack", bytes(step.packs[rank])] : null]));
+    const coords = coordsOf(strategy.axes.map((axis) => axis[2]), rank);
+    told.replaceChildren(factList([["rank", whole(rank)], ...strategy.axes.map(([name], at) => [name, String(coords[at])]), held ? ["holds", bytes(held[rank])] : null, step.packs[rank] !== undefined && !step.format ? ["its pack", bytes(step.packs[rank])] : null]));
   };
   const draw = () => {
     box.replaceChildren(
@@ -135,7 +134,7 @@ function mesh() {
         colour: (rank) => (axis === -2 ? heat(held[rank] / most) : rankTint(strategy, rank, axis)),
         lines: (rank) => [...rankWords(strategy, rank), ...(held ? [`holds ${bytes(held[rank])}`] : [])],
         pick: about,
-          }),
+      }),
     );
   };
   choice.addEventListener("change", () => {

@@ -47,10 +47,8 @@ function flowPicture(flows) {
       dt[target] += h2;
       const [x1, x2, middle] = [edge + 8, width - edge - 8, width / 2];
       const path = `M${x1} ${y1}C${middle} ${y1} ${middle} ${y2} ${x2} ${y2}L${x2} ${y2 + h2}C${middle} ${y2 + h2} ${middle} ${y1 + h1} ${x1} ${y1 + h1}Z`;
-      const node = svg("path", { d: path, fill: tint(target, right.length, 0.55), class: "ribbon" });
       const words = [`${left[source]} to ${right[target]}`, `${bytes(value)}, ${percent(value, all)}`, counted(flows.chunks[source][target], "chunk")];
-      node.addEventListener("pointermove", (event) => tell(event, ...words));
-      node.addEventListener("pointerleave", () => tell());
+      const node = svg("path", { d: path, fill: tint(target, right.length, 0.55), class: "ribbon", onpointermove: (event) => tell(event, ...words), onpointerleave: () => tell() });
       ribbons.push({ node, source, target });
       drawing.append(node);
     });
@@ -58,10 +56,6 @@ function flowPicture(flows) {
   const ends = (names, totals, y, x, anchor, side, count) => {
     names.forEach((name, at) => {
       const tall = Math.max(totals[at] * scale(count), 1);
-      const node = svg("g", { tabindex: 0, "aria-label": `${name}: ${bytes(totals[at])}` }, svg("rect", { x: anchor === "end" ? x + 6 : x - 14, y: y[at], width: 8, height: tall, class: "end" }));
-      const text = svg("text", { x: anchor === "end" ? x : x + 2, y: y[at] + tall / 2, "text-anchor": anchor, "dominant-baseline": "middle" });
-      text.textContent = name;
-      node.append(text);
       const tellIt = (event) => {
         light((ribbon) => ribbon[side] === at, true);
         if (event.clientX !== undefined) tell(event, name, bytes(totals[at]), percent(totals[at], all));
@@ -70,11 +64,9 @@ function flowPicture(flows) {
         light(null, false);
         tell();
       };
-      node.addEventListener("pointermove", tellIt);
-      node.addEventListener("focus", tellIt);
-      node.addEventListener("pointerleave", leave);
-      node.addEventListener("blur", leave);
-      drawing.append(node);
+      const bar = svg("rect", { x: anchor === "end" ? x + 6 : x - 14, y: y[at], width: 8, height: tall, class: "end" });
+      const text = svg("text", { x: anchor === "end" ? x : x + 2, y: y[at] + tall / 2, "text-anchor": anchor, "dominant-baseline": "middle" }, name);
+      drawing.append(svg("g", { tabindex: 0, "aria-label": `${name}: ${bytes(totals[at])}`, onpointermove: tellIt, onfocus: tellIt, onpointerleave: leave, onblur: leave }, bar, text));
     });
   };
   ends(left, out, ys, edge - 6, "end", "source", left.length);

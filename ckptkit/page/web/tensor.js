@@ -51,8 +51,7 @@ class Plane {
 
   /** The coordinates of who holds a piece downwards and one across, where the plane lies. */
   coords(down, right) {
-    const found = { ...down.coords, ...right.coords };
-    for (const [axis, coord] of this.layout.holders) found[axis] = coord;
+    const found = { ...down.coords, ...right.coords, ...Object.fromEntries(this.layout.holders) };
     this.layout.dims.forEach((dim, at) => {
       if (this.drawn.includes(at)) return;
       const piece = dim.pieces().find(({ intervals }) => intervals.some(([a, b]) => a <= this.index[at] && this.index[at] < b));
@@ -93,7 +92,8 @@ function tensorPicture(plane, strategy, onPick) {
       }
     }
   };
-  const rankOf = (number) => plane.layout.rankOf(plane.coords(down.pieces[Math.floor(number / across)], right.pieces[number % across]));
+  const crossing = (number) => [down.pieces[Math.floor(number / across)], right.pieces[number % across]];
+  const rankOf = (number) => plane.layout.rankOf(plane.coords(...crossing(number)));
   const figure = picture({
     height: tall,
     label: `The array of shape ${shapeText(plane.layout.shape)}, cut into ${counted(plane.layout.parts, "part")}`,
@@ -124,7 +124,7 @@ function tensorPicture(plane, strategy, onPick) {
       const own = plane.layout.part(picked < plane.layout.world ? picked : 0);
       const runs = (which) => ({ intervals: which.dim === undefined ? [[0, 1]] : own.runs[which.dim] });
       if (own.boxes && count > 1) outlined(ink("ink"), 2.5, runs(down), runs(right));
-      if (marked !== null && marked < count) outlined(ink("accent"), 2, down.pieces[Math.floor(marked / across)], right.pieces[marked % across]);
+      if (marked !== null && marked < count) outlined(ink("accent"), 2, ...crossing(marked));
       const label = (text, x, y, w, tall_) => {
         if (w < 28 || tall_ < 14) return;
         context.fillStyle = ink("on-tint");
@@ -135,7 +135,7 @@ function tensorPicture(plane, strategy, onPick) {
       context.textAlign = "center";
       context.textBaseline = "middle";
       for (let number = 0; number < count; number += 1) {
-        rectangles(down.pieces[Math.floor(number / across)], right.pieces[number % across], width, height, (x, y, w, tall_) => label(String(rankOf(number)), x, y, w, tall_));
+        rectangles(...crossing(number), width, height, (x, y, w, tall_) => label(String(rankOf(number)), x, y, w, tall_));
       }
     },
     at(x, y, width) {
@@ -147,7 +147,7 @@ function tensorPicture(plane, strategy, onPick) {
       return i < 0 || j < 0 ? null : i * across + j;
     },
     lines(number) {
-      const coords = plane.coords(down.pieces[Math.floor(number / across)], right.pieces[number % across]);
+      const coords = plane.coords(...crossing(number));
       const rank = plane.layout.rankOf(coords);
       const others = plane.holders(coords) - 1;
       const part = plane.layout.part(rank);
@@ -191,18 +191,15 @@ function cutCard(source, number, title, why) {
     draw();
   };
   rank.addEventListener("input", () => choose(Number(rank.value)));
-  const dims = plane.layout.dims.map((_, at) => at);
-  const planes = [];
-  if (dims.length > 2) {
-    for (const dim of dims) {
-      const at = h("input", { type: "number", min: 0, max: Math.max(0, plane.layout.shape[dim] - 1), value: 0, "aria-label": `Index of dim ${dim}` });
-      at.addEventListener("input", () => {
-        plane.index[dim] = Math.min(Math.max(0, Math.floor(Number(at.value)) || 0), plane.layout.shape[dim] - 1);
-        draw();
-      });
-      if (!plane.drawn.includes(dim)) planes.push(h("label", null, `dim ${dim} at `, at));
-    }
-  }
+  const planes = plane.layout.shape.map((length, dim) => {
+    if (plane.drawn.includes(dim)) return null;
+    const at = h("input", { type: "number", min: 0, max: Math.max(0, length - 1), value: 0, "aria-label": `Index of dim ${dim}` });
+    at.addEventListener("input", () => {
+      plane.index[dim] = Math.min(Math.max(0, Math.floor(Number(at.value)) || 0), length - 1);
+      draw();
+    });
+    return h("label", null, `dim ${dim} at `, at);
+  });
   draw();
   const overlaps = plane.layout.dims.some((dim) => sum(dim.pieces().map(({ intervals }) => lengthOf(intervals))) > dim.length);
   const [down, right] = plane.drawn.length === 2 ? plane.drawn : [undefined, plane.drawn[0]];

@@ -111,8 +111,7 @@ function treeLines(rows) {
 }
 
 function treeRow(line, most) {
-  const bar = h("div", { class: "bar" });
-  bar.style.width = `${Math.max((100 * line.size) / most, line.size ? 0.5 : 0)}%`;
+  const bar = h("div", { class: "bar", style: { width: `${Math.max((100 * line.size) / most, line.size ? 0.5 : 0)}%` } });
   const indent = { style: { "padding-left": `${0.4 + line.depth * 1.1}rem` } };
   if (line.group) {
     const closed = tree.closed.has(line.group);
