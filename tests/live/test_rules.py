@@ -218,3 +218,13 @@ def test_experts_that_are_tensors_of_their_own_are_refused() -> None:
     how = cuts.find("model/wqkv.weight", (7, 3))["ep"]
     with pytest.raises(RulesError, match="experts that are tensors of their own"):
         cuts.placement("model/wqkv.weight", how, (7, 3), 2)
+
+
+@pytest.mark.parametrize("how", ["shard(2)", {"shard": 2}])
+def test_a_cut_of_a_dim_that_a_tensor_lacks_is_refused(how: str | dict[str, int]) -> None:
+    rules = {"*": {"tp": how}} if isinstance(how, str) else {"rules": [{"match": "*", "tp": how}]}
+    cuts = HandCuts.of(rules)
+    said = cuts.find("model/w", (4, 3))
+    with pytest.raises(LayoutError, match=r"there is no dim 2 in a tensor of .*4, 3") as caught:
+        cuts.placement("model/w", said["tp"], (4, 3), 2)
+    assert caught.value.where == "model/w"

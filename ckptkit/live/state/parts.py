@@ -194,6 +194,8 @@ class HandCuts:
                 how = how.placement(whole, self.sizes)
         if not isinstance(how, Shard):
             return how, shape
+        if how.dim >= len(shape):
+            raise LayoutError(f"there is no dim {how.dim} in a tensor of {shape}", where=name)
         extent = shape[how.dim] * size
         if how.blocks is not None:
             extent = sum(how.blocks)
