@@ -130,23 +130,21 @@ def storage_of(said: Any, where: str) -> Storage:
     return Storage(key, STORAGES[kind.name], document.integer(count, f"{where}: storage"))
 
 
+@dataclass(slots=True)
 class _Tensors:
     """Puts tensors in the place of the placeholders of a value."""
 
-    def __init__(
-        self, key: str, where: str, storages: Mapping[str, tuple[int, object]], rank: int
-    ) -> None:
-        """`storages` are where each begins, and what is equal for those of equal bytes."""
-        self._key = key
-        self._where = where
-        self._storages = storages
-        self._rank = rank
-        self.spreads: dict[int, MeshPart] = {}
+    key: str
+    where: str
+    storages: Mapping[str, tuple[int, object]]
+    """Where each begins, and what is equal for those of equal bytes."""
+    rank: int
+    spreads: dict[int, MeshPart] = field(default_factory=dict)
 
     def tree(self, value: Any) -> Any:
         def made(leaf: Any, path: str) -> Any:
             is_one = isinstance(leaf, Placeholder)
-            return self.tensor(leaf, f"{self._where}: {path}") if is_one else leaf
+            return self.tensor(leaf, f"{self.where}: {path}") if is_one else leaf
 
         return changed(value, made)
 
@@ -165,15 +163,15 @@ class _Tensors:
 
     def stored(self, said: Placeholder, where: str) -> StateTensor:
         storage, offset, shape, strides, dtype = tensor_of(said, where)
-        begin, equal = self._storages[storage.key]
+        begin, equal = self.storages[storage.key]
         begin += offset * dtype.itemsize
-        extent = Extent(Box.whole(shape), self._key, begin, strides)
+        extent = Extent(Box.whole(shape), self.key, begin, strides)
         looks = (shape, strides, dtype.name)
         return StateTensor(
             shape,
             dtype,
             (extent,),
-            identity=(self._key, begin, *looks),
+            identity=(self.key, begin, *looks),
             content=(equal, storage.count, offset, *looks),
         )
 
@@ -187,7 +185,7 @@ class _Tensors:
             local = self.tensor(fields.get("_local_tensor"), where) if fields else None
             if not isinstance(local, StateTensor):
                 raise FormatError("a DTensor without its local tensor", where=where)
-            spread = dtensor(fields.get("_spec"), self._rank, local.shape, where, self.tensor)
+            spread = dtensor(fields.get("_spec"), self.rank, local.shape, where, self.tensor)
             extents = [replace(e, box=spread.box) for e in local.extents if spread.box]
             identity = (local.identity, spread)
             found = StateTensor(spread.shape, local.dtype, tuple(extents), identity=identity)
