@@ -268,7 +268,7 @@ def dtype_of(said: Any, where: str) -> DType:
     """Our type of elements for one of torch."""
     if type(said) is not str or said not in DTYPES:
         raise FormatError("elements of a type that is not read here", where=where, value=said)
-    return DType.of(DTYPES[said])
+    return DTYPES[said]
 
 
 def _numpy_value(said: Placeholder, where: str) -> Any:

@@ -313,3 +313,13 @@ def test_objects_whose_bytes_are_gone_are_not_left_out(tmp_path: Path) -> None:
         changed(folder, lambda metadata: metadata.storage_data.clear())
         with pytest.raises(FormatError, match="no file has this object"):
             ckptkit.open(folder)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_complex_numbers_of_halves_are_read_also_from_one_file(tmp_path: Path) -> None:
+    halves = torch.arange(8).reshape(4, 2).half()
+    state = {"w": torch.view_as_complex(halves)}
+    torch.save(state, tmp_path / "one.pt")
+    for place in (saved(state, tmp_path / "dcp"), tmp_path / "one.pt"):
+        with ckptkit.open(place) as checkpoint:
+            assert checkpoint.read("model/w").tobytes() == halves.numpy().tobytes()

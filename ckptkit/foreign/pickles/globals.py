@@ -8,16 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-DTYPES = {
-    f"torch.{name}": name
-    for name in (
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-        *("bool", "float16", "float32", "float64", "bfloat16", "complex32", "complex64"),
-        *("complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-        "float8_e8m0fnu",
-    )
-}
-"""Torch's element types, with our names for them."""
+from ckptkit.model.dtype import DTYPES as KNOWN
+
+DTYPES = {f"torch.{dtype.torch}": dtype for dtype in KNOWN.values()}
+"""Torch's element types, and what they are here."""
 
 STORAGES = {
     "torch.FloatStorage": "float32",
