@@ -4,7 +4,7 @@ which few commands need, are imported from their own module.
 
 from __future__ import annotations
 
-from ckptkit.model.box import MAX_COORDINATE, Box, Gap, check_cover, flat_boxes
+from ckptkit.model.box import MAX_COORDINATE, Box, flat_boxes
 from ckptkit.model.dtype import DTYPES, DType
 from ckptkit.model.grid import MAX_CHUNKS, Grid
 from ckptkit.model.layout import Assigned, Layout, Part, Replicas, Share, layout_of
@@ -37,7 +37,6 @@ __all__ = [
     "Axis",
     "Box",
     "DType",
-    "Gap",
     "Grid",
     "Layout",
     "Mesh",
@@ -51,7 +50,6 @@ __all__ = [
     "Stage",
     "Strategy",
     "Strided",
-    "check_cover",
     "flat_boxes",
     "layout_of",
     "parse_placement",

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import LayoutError
-from ckptkit.model import Box, Gap, check_cover
+from ckptkit.model import Box
+from tests.model.cover import Gap, check_cover
 
 
 @st.composite

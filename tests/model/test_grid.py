@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import FormatError, LayoutError
-from ckptkit.model import Box, Grid, check_cover
+from ckptkit.model import Box, Grid
+from tests.model.cover import check_cover
 
 
 @st.composite

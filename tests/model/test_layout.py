@@ -27,9 +27,9 @@ from ckptkit.model import (
     Stage,
     Strategy,
     Strided,
-    check_cover,
     layout_of,
 )
+from tests.model.cover import check_cover
 
 WHOLE = Replicate()
 
