@@ -40,6 +40,13 @@ _AS_TORCH = {
     "DeepSpeedCPULion": "Lion",
     "DeepSpeedCPUAdagrad": "Adagrad",
 }
+# What each kind of optimizer calls its groups of parameters, and the rows of their master weights.
+_ROWS = {
+    "DeepSpeedZeroOptimizer": ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
+    "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition"),
+    "FP16_Optimizer": ("fp16_groups", "fp32_groups_flat"),
+    "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups"),
+}
 _OWN = "deepspeed"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -340,19 +347,13 @@ class EngineState:
         """Groups of parameters are one row each, which the ranks have cut into equal parts, or all
         of them have as a whole.
         """
-        group, kinds = self._group, self._kinds
+        group = self._group
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        kind = next(kind for kind in _ROWS if kind in self._kinds)
+        groups, rows = map(self._private, _ROWS[kind])
         offsets: Any = None
-        if "DeepSpeedZeroOptimizer" in kinds:
-            groups = self._private("round_robin_bit16_groups")
-            rows = self._private("single_partition_of_fp32_groups")
+        if kind == "DeepSpeedZeroOptimizer":
             offsets = self._private("round_robin_bit16_offsets")
-        elif "BF16_Optimizer" in kinds:
-            groups, rows = self._private("bf16_groups"), self._private("fp32_groups_flat_partition")
-        elif "FP16_Optimizer" in kinds:
-            groups, rows = self._private("fp16_groups"), self._private("fp32_groups_flat")
-        else:
-            groups, rows = self._private("fp16_groups"), self._private("fp32_groups")
         for number, parameters in enumerate(groups):
             before = 0
             for at, each in enumerate(parameters):
@@ -433,8 +434,7 @@ def _check(engine: Any) -> None:
     config = DEEPSPEED.private(engine, "_config").zero_config
     param, states = config.offload_param, config.offload_optimizer
     kinds = {each.__name__ for each in type(optimizer).__mro__}
-    known = {"DeepSpeedZeroOptimizer_Stage3", "DeepSpeedZeroOptimizer", "BF16_Optimizer"}
-    known |= {"FP16_Optimizer", "FP16_UnfusedOptimizer", "Optimizer"}
+    known = {"DeepSpeedZeroOptimizer_Stage3", "Optimizer", *_ROWS}
     inner = getattr(optimizer, "optimizer", optimizer)
     parts = engine.mp_world_size
     if engine.pipeline_parallelism:  # where that counts its stages too
