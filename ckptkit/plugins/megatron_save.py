@@ -301,7 +301,12 @@ class _Pieces(DefaultSavePlanner):
                 self._memory[piece.fqn, offset] = piece.memory
         for held in filter(lambda each: is_main_replica(each.replica_id), objects):
             key = held.unique_key
-            self.values[key] = _storable(held.data, key)
+            try:
+                self.values[key] = as_leaf(key, held.data)
+            except UnsupportedTypeError:  # as torch would save it
+                file = io.BytesIO()
+                torch.save(held.data, file)
+                self.values[key] = {FILE: file.getvalue()}
 
     def create_local_plan(self) -> SavePlan:
         told = _Told(_places(), {"tensors": self._keys, "objects": sorted(self.values)})
@@ -311,16 +316,6 @@ class _Pieces(DefaultSavePlanner):
         index = write_item.index
         assert index.offset is not None  # noqa: S101 — asked of tensors only
         return self._memory[index.fqn, index.offset]
-
-
-def _storable(value: Any, where: str) -> Any:
-    """A value as it is, if a step has a type for it, or else as torch would save it."""
-    try:
-        return as_leaf(where, value)
-    except UnsupportedTypeError:
-        file = io.BytesIO()
-        torch.save(value, file)
-        return {FILE: file.getvalue()}
 
 
 # What Megatron's sharded tensors are of the parameters of a model: of each layer and expert, by
