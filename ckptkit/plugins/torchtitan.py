@@ -112,10 +112,12 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
         return self._config.storage_options or None
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 — torchtitan's
-        if not self._should_save(curr_step, last_step=last_step):
+        config = self._config
+        is_first = curr_step == 1 and config.enable_first_step_checkpoint
+        if config.load_only or not (is_first or last_step or curr_step % config.interval == 0):
             return False
         self.maybe_wait_for_saving()
-        if last_step and self._config.last_save_model_only:
+        if last_step and config.last_save_model_only:
             self._save_weights(curr_step)
             return True
         self._checkpointer.save(
@@ -125,18 +127,11 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
             dataloader=self._loader,
             state=self._states,
         )
-        if self._config.async_mode == "async" and not last_step:
+        if config.async_mode == "async" and not last_step:
             self.save_future = Future()
         else:
             self._checkpointer.wait()
         return True
-
-    def _should_save(self, step: int, *, last_step: bool) -> bool:
-        config = self._config
-        if config.load_only:
-            return False
-        is_first = step == 1 and config.enable_first_step_checkpoint
-        return bool(is_first or last_step or step % config.interval == 0)
 
     def _save_weights(self, step: int) -> None:
         """The end of a training: its weights alone, in the dtype and under the names asked for."""
@@ -160,7 +155,7 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
                 storage_options=self._storage,
                 model=_as_module(self._adapter.to_hf(state)),
             )
-            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            if current_world().rank == 0:
                 out = f"{hf}/{step_name(step)}"
                 export(saved, out, to_format="hf", storage_options=self._storage)
                 Run(f"{hf}/.step", storage_options=self._storage).delete([step])
@@ -305,13 +300,6 @@ class _Position:
 
 def _as_module(tensors: Mapping[str, Any]) -> nn.Module:
     """A module that has these tensors under these names, as a save or a load takes them."""
-    root = nn.Module()
-    for name, value in tensors.items():
-        *path, last = name.split(".")
-        module = root
-        for node in path:
-            if node not in module._modules:
-                module.add_module(node, nn.Module())
-            module = module.get_submodule(node)
-        module.register_buffer(last, value)
-    return root
+    module = nn.Module()
+    module._buffers.update(tensors)  # register_buffer takes no dots
+    return module
