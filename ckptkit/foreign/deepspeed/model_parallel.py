@@ -5,8 +5,9 @@ parts of tensors by the patterns that DeepSpeed keeps for its Universal Checkpoi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any
 
 from ckptkit.errors import FormatError
@@ -173,12 +174,13 @@ class _Patterns:
         self._info = info
 
     def _has(self, key: str, name: str) -> bool:
-        said = self._info.get(key) or ()
-        if isinstance(said, dict):
-            said = list(said)
-        if not isinstance(said, (list, tuple)):
+        return any(self._fitting(self._info.get(key), key, name))
+
+    def _fitting(self, patterns: Any, key: str, name: str) -> Iterator[str]:
+        """The patterns of a key that fit a name."""
+        if not isinstance(patterns, (list, tuple, dict, NoneType)):
             raise FormatError("not a list of patterns", where=self._where, value=key)
-        return any(_matches(pattern, name, self._where) for pattern in said)
+        yield from (each for each in patterns or () if _matches(each, name, self._where))
 
     def is_alike(self, name: str, parts: Sequence[Any]) -> bool:
         """Whether what is no parameter is the same on all ranks; FormatError where nobody knows."""
@@ -265,9 +267,7 @@ class _Patterns:
         widths = as_dict(self._info.get("sub_param_shard_widths"))
         for each in said if isinstance(said, (list, tuple)) else ():
             fields = as_dict(each)
-            for pattern in fields.get("patterns") or ():
-                if not _matches(pattern, name, self._where):
-                    continue
+            for pattern in self._fitting(fields.get("patterns"), "patterns", name):
                 dim = document.integer(fields.get("partition_dim"), f"{self._where}: {name}")
                 where = f"{self._where}: sub_param_shard_widths of {name}"
                 told = widths.get(pattern)

@@ -162,6 +162,8 @@ def _read_universal(
             weight = values.pop("fp32")
             if not isinstance(weight, StateTensor):
                 raise FormatError("no parameter is in the file", where=folder.where(there["fp32"]))
+            if not weight.shape and () not in known:
+                raise _other_shape(weight.shape, known, folder.where(there["fp32"]))
             found.weights[name] = weight
             if values:
                 found.states[name] = own | values

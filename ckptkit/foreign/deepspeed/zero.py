@@ -364,7 +364,9 @@ def _by_parameters(
                     runs += _crossing(rank, n * part, at, count, starts)
                     rest = _crossing(rank, 0, at + count, part - count, starts)
                     paddings[rank] += [(run.row, run.start, run.count) for run in rest]
-                mine = _Parameter(shape, tuple(runs), bisect.bisect_right(starts, at) - 1)
+                # One without elements may be where the last row ends.
+                row = min(bisect.bisect_right(starts, at) - 1, len(starts) - 2)
+                mine = _Parameter(shape, tuple(runs), row)
                 _add(found, experts, mine, name, (each, len(teams)), pieces[0].where)
             at += part
         if len(teams) > 1 and at != starts[number + 1]:

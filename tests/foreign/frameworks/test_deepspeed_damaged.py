@@ -290,6 +290,10 @@ INFO = "universal_checkpoint_info"
         (lambda tree: tree[INFO].update(tp_replicated_parameter_patterns=["("]), "not a pattern"),
         (lambda tree: tree[INFO].update(tp_replicated_parameter_patterns=4), "list of patterns"),
         (
+            lambda tree: tree[INFO].update(parameter_with_sub_params=[{"patterns": 4}]),
+            "list of patterns",
+        ),
+        (
             lambda tree: tree["checkpoint_parallel_dimensions"].update(pp_degree=2),
             "2 stages of 2 ranks",
         ),
@@ -346,10 +350,27 @@ def test_a_file_of_a_layer_or_of_a_parameter_that_is_missing_is_named(
 
 def test_a_file_of_a_parameter_that_has_a_number_is_refused(written: Path, tmp_path: Path) -> None:
     place = Path(shutil.copytree(tag_of(written / "zero3-universal"), tmp_path / "universal"))
-    torch.save(3, place / "zero" / "up.bias" / "fp32.pt")
-    with pytest.raises(FormatError, match="no parameter is in the file") as caught:
-        ckptkit.open(place)
-    assert "up.bias/fp32.pt" in str(caught.value)
+    for value, what in (
+        (3, "no parameter is in the file"),
+        (torch.tensor(3.0), r"has the shape \("),
+    ):
+        torch.save(value, place / "zero" / "up.bias" / "fp32.pt")
+        with pytest.raises(FormatError, match=what) as caught:
+            ckptkit.open(place)
+        assert "up.bias/fp32.pt" in str(caught.value)
+
+
+def test_a_parameter_without_elements_may_be_the_last(written: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(tag_of(written / "zero3-three"), tmp_path / "x"))
+    with ckptkit.open(place) as step:
+        before = step.names
+    empty = of_shapes(lambda shapes: shapes[-1].update(empty=torch.Size([0, 3])))
+    for file in files_of(place, "model"):
+        changed(file, empty)
+        changed(file, lambda tree: tree["module"].update(empty=torch.zeros(0, 3)))
+    with ckptkit.open(place) as step:
+        assert step["model/empty"].read().shape == (0, 3)
+        assert {*step.names} - {*before} >= {"model/empty"}
 
 
 class Custom:
