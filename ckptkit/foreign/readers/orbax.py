@@ -273,8 +273,8 @@ def _random_keys(folder: Folder, item: str, leaves: Mapping[_Leaf, Any]) -> dict
                 said = row.get("array_metadata") if isinstance(row, dict) else None
                 more = said.get("ext_metadata") if isinstance(said, dict) else None
                 kind = more.get("random_key_impl") if isinstance(more, dict) else None
-                if kind and said and said.get("param_name") in by_name:
-                    found[by_name[said["param_name"]]] = str(kind)
+                if kind and said and (name := str(said.get("param_name"))) in by_name:
+                    found[by_name[name]] = str(kind)
     return found
 
 

@@ -67,7 +67,7 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
     listed = [entry for of_ranks in entries.values() for entry in of_ranks.values()]
     tensors = [tensor for entry in listed for tensor in _tensors_of(entry)]
     _check_slabs(folder, tensors)
-    known = {tensor.get("location") for tensor in tensors}
+    known = {str(tensor.get("location")) for tensor in tensors}
     lost = (key for key in folder.files if key.startswith("sharded/") and key not in known)
     found.left_out |= dict.fromkeys(lost, "a file that no entry names")
     strategy, arrays = snapshot.strategy(found.arrays)
