@@ -12,12 +12,11 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 from torch._C._distributed_c10d import PrefixStore
@@ -27,13 +26,11 @@ from ckptkit.checkpoint.ranks import Failure, Ranks, in_one_line
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
 from ckptkit.checkpoint.run.run import Retention, Run, prune
 from ckptkit.checkpoint.workers import look_until
-from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
+from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.live.state.ranks import World
 from ckptkit.storage import Store
 
 log = logging.getLogger("ckptkit.live")
-
-Found = TypeVar("Found")
 
 
 class Tiers:
@@ -419,23 +416,3 @@ class Preemption:
         if callable(self._before):
             self._before(signal.SIGTERM, self._frame)
         raise SystemExit(128 + signal.SIGTERM)
-
-
-def first_sound(
-    steps: Sequence[tuple[object, int | None]], load: Callable[[Any, int | None], Found]
-) -> Found:
-    """What a load gives of the first of some steps, told by their runs and numbers, that is not
-    damaged. That of the others is in the log. Where ranks load together, they tell each other what
-    is damaged, so all of them go on alike.
-    """
-    for here, then in zip_longest(steps, steps[1:]):
-        try:
-            return load(*here)
-        except FormatError as error:
-            if then is None:
-                raise
-            log.error(
-                "step %s is damaged in %s, trying step %s in %s: %s",
-                *(here[1], here[0], then[1], then[0], error),
-            )
-    raise ValueError("no step to load from")

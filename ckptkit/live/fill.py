@@ -25,11 +25,11 @@ from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, NamedBox, Read
 from ckptkit.checkpoint.read.plan import plan_read
 from ckptkit.checkpoint.read.reader import Staged, Wanted
 from ckptkit.checkpoint.workers import share_out
-from ckptkit.errors import LayoutError
 from ckptkit.live.comparison import Filling, LoadOptions
-from ckptkit.live.state.parts import LiveTensor, indices
-from ckptkit.live.state.ranks import Axes, group_along, wire
+from ckptkit.live.state.parts import LiveTensor, boxes_here
+from ckptkit.live.state.ranks import Axes, copying_threads, current_world, group_along, wire
 from ckptkit.live.state.tensors import (
+    as_bits,
     bits_of,
     devices_of,
     dtype_of,
@@ -44,9 +44,7 @@ from ckptkit.plan.read import Pieces, batches, readable_pieces, readers_of
 log = logging.getLogger("ckptkit.live")
 
 _TURN_BYTES = 32 << 20
-_TURNS_HELD = (
-    4  # in memory: one is given while the others are read, each of which begins and ends slowly
-)
+_TURNS_HELD = 4  # in memory: one is given while others are read, which begin and end slowly
 _PIECE_BYTES = 8 << 20  # small enough to spread evenly over readers
 _ALIGNMENT = 64
 _MOST_ALONG = 1.3  # times what is needed: past the page cache a device is so much faster
@@ -82,16 +80,43 @@ def fill(
         local = held.local
         kind = held.shape, local.shape, id(held.placements), held.own
         if kind not in known:
-            known[kind] = _boxes(topology, held)
-        is_alike = array.dtype == dtype_of(held.name, local)
-        if not (is_alike and local.is_cpu) or local.is_conj() or local.is_neg():
-            staged += [(array, box, local[inside]) for box, inside in known[kind]]
-        else:
+            known[kind] = boxes_here(topology, held)
+        if _has_raw_elements(held.name, local, array):
             bits = bits_of(held.name, local)
             direct += [(array.name, box, bits[inside]) for box, inside in known[kind]]
+        else:
+            staged += [(array, box, local[inside]) for box, inside in known[kind]]
     _reader(checkpoint, options, alone=alone)(direct)
-    if staged:
-        _fill_by_torch(checkpoint, staged, options, alone=alone)
+    _fill_by_torch(checkpoint, staged, options, alone=alone)
+
+
+def fill_boxes(
+    checkpoint: Checkpoint,
+    wanted: Iterable[tuple[str, Box, torch.Tensor]],
+    *,
+    verify: bool,
+    threads: int | None,
+) -> None:
+    """Fill tensors with boxes of the arrays of some names, as `fill` does."""
+    if threads is None and not checkpoint.store.abilities.waits_for_answers:
+        threads = copying_threads(current_world())
+    options = LoadOptions(verify=verify, threads=threads)
+    direct: list[NamedBox] = []
+    staged: list[tuple[Array, Box, torch.Tensor]] = []
+    for name, box, target in wanted:
+        array = checkpoint[name]
+        if _has_raw_elements(name, target, array):
+            direct.append((name, box, as_bits(name, target)))
+        else:
+            staged.append((array, box, target))
+    _reader(checkpoint, options, alone=False)(direct)
+    _fill_by_torch(checkpoint, staged, options, alone=False)
+
+
+def _has_raw_elements(name: str, tensor: torch.Tensor, array: Array) -> bool:
+    """Whether numpy may put the elements of an array into the memory of a tensor."""
+    is_alike = tensor.is_cpu and array.dtype == dtype_of(name, tensor)
+    return is_alike and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _reader(checkpoint: Checkpoint, options: LoadOptions, *, alone: bool) -> ReadMany:
@@ -114,6 +139,8 @@ def _fill_by_torch(
     """Read into staging memory, and let torch copy from there: to devices, to other dtypes (that is
     how `cast=True` converts), to conjugate views.
     """
+    if not wanted:
+        return
     pace = checkpoint.packs.pace
     if not pace.by_request:
         pace = replace(pace, request_bytes=_RUN_BYTES)
@@ -265,23 +292,6 @@ def told_apart(
     return found
 
 
-def _boxes(topology: Topology, held: LiveTensor) -> list[tuple[Box, tuple[Any, ...]]]:
-    """The boxes of a tensor that this rank holds, and where each is in its memory: an index with an
-    ellipsis, so that it also gives a view of what has no dims.
-    """
-    part, shape = held.part(topology), tuple(held.local.shape)
-    if not part.boxes and 0 in shape:
-        return []  # torch's empty parts have lost their other dims
-    if part.shape != shape:
-        raise LayoutError(
-            f"this rank should hold {part.shape} of {held.shape}, but the tensor here has {shape}",
-            where=held.name,
-            hint="if it was cut by hand, say how with rules={…}",
-        )
-    places = [here for _, here in indices(part, held.shape)]
-    return [(box, (*place, ...)) for box, place in zip(part.boxes, places, strict=True)]
-
-
 def fill_once(
     checkpoint: Checkpoint,
     topology: Topology,
@@ -349,7 +359,7 @@ def _shares(
     manifest, found = checkpoint.manifest, []
     for held, array in fillings:
         grid, start = array.grid, checkpoint.first_row(array.name)
-        for box, inside in _boxes(topology, held):
+        for box, inside in boxes_here(topology, held):
             memory = held.local[inside]
             for piece in readable_pieces(grid, box, array.dtype.itemsize, _PIECE_BYTES):
                 row = start + grid.flat(tuple(span[0] for span in grid.span(piece)))

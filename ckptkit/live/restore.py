@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bound
-from typing import Unpack
+from itertools import zip_longest
+from typing import Any, TypeVar, Unpack
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,7 +19,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_alike, open_foreign
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.workers import uncollected
-from ckptkit.errors import NotFoundError
+from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.format.names import in_group
 from ckptkit.live.comparison import LoadOptions, Report, check_wrappers, compare, give_back
 from ckptkit.live.fill import fill, fill_once, told_apart
@@ -41,6 +42,7 @@ from ckptkit.live.wrappers.training import Training, TrainingObjects
 from ckptkit.model.document import size_text
 from ckptkit.storage import Options, Store
 
+Found = TypeVar("Found")
 log = logging.getLogger("ckptkit.live")
 
 NOT_LOADED = "the step was not loaded"
@@ -180,3 +182,23 @@ def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
             return foreign or open_alike(store, name, *place)
     folder = StepFolder(store, name)
     return Checkpoint(folder, decoded_manifest(folder, data))
+
+
+def first_sound(
+    steps: Sequence[tuple[object, int | None]], load: Callable[[Any, int | None], Found]
+) -> Found:
+    """What a load gives of the first of some steps, told by their runs and numbers, that is not
+    damaged. That of the others is in the log. Where ranks load together, they tell each other what
+    is damaged, so all of them go on alike.
+    """
+    for here, then in zip_longest(steps, steps[1:]):
+        try:
+            return load(*here)
+        except FormatError as error:
+            if then is None:
+                raise
+            log.error(
+                "step %s is damaged in %s, trying step %s in %s: %s",
+                *(here[1], here[0], then[1], then[0], error),
+            )
+    raise ValueError("no step to load from")

@@ -29,9 +29,9 @@ from ckptkit.errors import FormatError, NotFoundError, UnsupportedTypeError, Usa
 from ckptkit.format.names import OPTIMIZER
 from ckptkit.format.objects import Replicated
 from ckptkit.live import Checkpointer, Restored, load, load_state
-from ckptkit.live.background import Background, first_sound
+from ckptkit.live.background import Background
 from ckptkit.live.last_save import LastSave
-from ckptkit.live.restore import NOT_LOADED
+from ckptkit.live.restore import NOT_LOADED, first_sound
 from ckptkit.live.resume import saved_documents
 from ckptkit.live.save import SaveOptions, prepare
 from ckptkit.live.state.extra import SEEN_BY_ALL

@@ -55,14 +55,14 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.megatron import COMMON, CONFIG
-from ckptkit.live.background import first_sound
-from ckptkit.live.restore import NOT_LOADED, open_together
+from ckptkit.live.fill import fill_boxes
+from ckptkit.live.restore import NOT_LOADED, first_sound, open_together
 from ckptkit.live.state.entries import StateMismatchError
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.model import Box, DType
 from ckptkit.plugins.dcp.names import from_leaf
-from ckptkit.plugins.dcp.reader import Keys, fill
+from ckptkit.plugins.dcp.reader import Keys
 from ckptkit.plugins.megatron_save import (
     BACKEND,
     FILE,
@@ -174,7 +174,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
                 tensors, objects = leaves_of(sharded_state_dict)
                 values = _values(checkpoint, objects)
                 wanted = _wanted(Keys(checkpoint), tensors)
-                fill(checkpoint, wanted, verify=self._verify, threads=self._threads)
+                fill_boxes(checkpoint, wanted, verify=self._verify, threads=self._threads)
             ranks.wait()
 
         def given(held: Any) -> Any:

@@ -202,6 +202,23 @@ class HandCuts:
         return how, (*shape[: how.dim], extent, *shape[how.dim + 1 :])
 
 
+def boxes_here(topology: Topology, held: LiveTensor) -> list[tuple[Box, tuple[Any, ...]]]:
+    """The boxes of a tensor that this rank holds, and where each is in its memory: an index with an
+    ellipsis, so that it also gives a view of what has no dims.
+    """
+    part, shape = held.part(topology), tuple(held.local.shape)
+    if not part.boxes and 0 in shape:
+        return []  # torch's empty parts have lost their other dims
+    if part.shape != shape:
+        raise LayoutError(
+            f"this rank should hold {part.shape} of {held.shape}, but the tensor here has {shape}",
+            where=held.name,
+            hint="if it was cut by hand, say how with rules={…}",
+        )
+    places = [here for _, here in indices(part, held.shape)]
+    return [(box, (*place, ...)) for box, place in zip(part.boxes, places, strict=True)]
+
+
 # Parts of torchao's optimizer state that are not cut as the whole is: one value for each block of
 # consecutive elements, or a table that is the same on all ranks.
 _BLOCKS, _TABLE = "blocks", "table"

@@ -248,7 +248,7 @@ def value_in(names: Names, objects: Mapping[str, Any], said: Any, where: str) ->
     path = path_of(said[0], where)
     if len(said) == 2:
         return path, said[1]
-    found = _value_at(objects, extra_path(names, path))
+    found = _value_at(objects, extra_path(names, path)) if names.short(path) else _NOWHERE
     if found is _NOWHERE:
         raise FormatError("the value is not where it says", where=where, value=path)
     return path, found

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -34,10 +33,9 @@ from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, PeerError
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path
 from ckptkit.format.names import MODEL, OPTIMIZER
-from ckptkit.live.background import first_sound
-from ckptkit.live.restore import NOT_LOADED
-from ckptkit.live.state.ranks import copying_threads, current_world
-from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
+from ckptkit.live.fill import fill_boxes
+from ckptkit.live.restore import NOT_LOADED, first_sound
+from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state_dict import nested_state
 from ckptkit.model import Box
 from ckptkit.plugins.dcp.names import (
@@ -301,7 +299,7 @@ class Keys:
                 )
             wanted.append((self._arrays[key], box, target))
             filled.append((item, target))
-        fill(self.checkpoint, wanted, verify=verify, threads=threads)
+        fill_boxes(self.checkpoint, wanted, verify=verify, threads=threads)
         for item, target in filled:
             planner.commit_tensor(item, target)
 
@@ -362,33 +360,6 @@ class Keys:
                 for key in group.keys() - {"params"}:
                     flat = f"{OPTIMIZER}.param_groups.{parameter}.{key}"
                     self._usual.setdefault(flat, f"{OPTIMIZER}.param_groups.{number}.{key}")
-
-
-def fill(
-    checkpoint: Checkpoint,
-    wanted: Sequence[tuple[str, Box, torch.Tensor]],
-    *,
-    verify: bool,
-    threads: int | None,
-) -> None:
-    """Read boxes of arrays into tensors: what lies on a device, or is of another type of elements,
-    through memory of its own.
-    """
-    read: list[tuple[str, Box, npt.NDArray[Any]]] = []
-    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for name, box, target in wanted:
-        memory, dtype = target, checkpoint.info(name).dtype
-        is_alike = target.is_cpu and dtype_of(name, target) == dtype
-        if not is_alike or target.is_conj() or target.is_neg():
-            memory = torch.empty(box.shape, dtype=torch_dtype(dtype))
-            copied.append((target, memory))
-        read.append((name, box, as_bits(name, memory)))
-    if threads is None and not checkpoint.store.abilities.waits_for_answers:
-        threads = copying_threads(current_world())
-    checkpoint.read_many(read, verify=verify, threads=threads)
-    with torch.no_grad():
-        for target, memory in copied:
-            target.copy_(memory)
 
 
 def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
