@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import ml_dtypes
+# First: imported by the C code of ml_dtypes, it would make an ImportError of Ctrl-C.
 import numpy as np
+
+# isort: split
+import ml_dtypes
 
 from ckptkit.errors import UnsupportedTypeError, nearest
 
