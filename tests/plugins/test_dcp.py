@@ -28,11 +28,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import ckptkit
 from ckptkit.checkpoint.write.pack import Pack
-from ckptkit.errors import FormatError
 from ckptkit.live import Checkpointer
 from ckptkit.live.state.tensors import local_of, same_bits
 from ckptkit.plugins.dcp import Reader, Writer
-from ckptkit.plugins.dcp.names import Names, value_in
 from tests.live import strategies
 from tests.live.pool import Died, Pool
 from tests.live.strategies import Job, adamw
@@ -500,10 +498,3 @@ def test_a_bucket_is_a_place_as_any_other(bucket: Bucket) -> None:
     load(found, storage_reader=Reader(url, storage_options=bucket.options))
     assert not differing(state, found)
     assert ckptkit.Run(url, storage_options=bucket.options).steps() == [2]
-
-
-@pytest.mark.parametrize("said", [3, [], [3], [[]], [["x"]], [["x", 0]], [["x", [0]], 1]])
-def test_a_value_of_a_damaged_step_is_refused(said: object) -> None:
-    with pytest.raises(FormatError) as caught:
-        value_in(Names(), {"extra/x": {"y": 1}} if said != [["x"]] else {}, said, "keys")
-    assert caught.value.where == "keys"
