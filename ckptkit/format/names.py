@@ -157,7 +157,9 @@ def are_plain(names: Sequence[str]) -> bool:
     if max(map(len, names)) > MAX_NODE_BYTES or max(n.count("/") for n in names) >= MAX_NODES:
         return False
     together = "".join(f"{name}\n" for name in names)
-    return "zarr.json" not in together and _PLAIN_PATHS.fullmatch(together) is not None
+    if "zarr.json" in together or together.count("\n") > len(names):
+        return False
+    return _PLAIN_PATHS.fullmatch(together) is not None
 
 
 @lru_cache(maxsize=65536)

@@ -182,6 +182,7 @@ def document_rows(draw: st.DrawFn) -> list[Any]:
 
 @given(document_rows())
 @example([["a/zarr.json", 0, 1, 2], ["zarr.json", 3, 4, 5]])
+@example([["a\nb/zarr.json", 0, 0, 0]])
 def test_documents_are_read_where_nothing_is_wrong_with_any(rows: list[Any]) -> None:
     def is_right(row: Any) -> bool:
         if type(row) is not list or len(row) != 4 or type(row[0]) is not str:
