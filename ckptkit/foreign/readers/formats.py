@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ckptkit.errors import CkptkitError, FormatError
@@ -38,8 +37,7 @@ class Format:
     """In words: `a DCP checkpoint`."""
     pattern: str | bytes
     """What a name in the folder matches; as bytes, what the file begins with."""
-    read: str | None = None
-    """Its name in `_READERS`."""
+    read: Callable[[Folder], ForeignStep] | None = None
     and_: str = ""
     """What another name matches, which has to be in the folder too."""
 
@@ -56,67 +54,108 @@ class Format:
         )
 
 
-# Each is imported when there is something to read: nearly all commands need none of them.
-_READERS = {
-    "dcp": "readers.dcp:read_dcp",
-    "deepspeed": "deepspeed.tag:read_deepspeed",
-    "megatron": "readers.megatron:read_megatron",
-    "orbax": "readers.orbax:read_orbax",
-    "safetensors": "readers.safetensors:read_safetensors",
-    "torch": "readers.torch_save:read_torch",
-    "torch_checkpointing": "readers.torch_save:read_torch_checkpointing",
-    "torchsnapshot": "readers.torchsnapshot:read_torchsnapshot",
-}
+# Each reader is imported when there is something to read: nearly all commands need none of them.
+
+
+def _dcp(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.dcp import read_dcp  # noqa: PLC0415 — costs time
+
+    return read_dcp(folder)
+
+
+def _deepspeed(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.deepspeed.tag import read_deepspeed  # noqa: PLC0415
+
+    return read_deepspeed(folder)
+
+
+def _megatron(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.megatron import read_megatron  # noqa: PLC0415
+
+    return read_megatron(folder)
+
+
+def _orbax(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.orbax import read_orbax  # noqa: PLC0415
+
+    return read_orbax(folder)
+
+
+def _safetensors(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.dcp import with_optimizer  # noqa: PLC0415
+    from ckptkit.foreign.readers.safetensors import read_safetensors  # noqa: PLC0415
+
+    return with_optimizer(folder, read_safetensors(folder))
+
+
+def _torch(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.dcp import with_optimizer  # noqa: PLC0415
+    from ckptkit.foreign.readers.torch_save import read_torch  # noqa: PLC0415
+
+    return with_optimizer(folder, read_torch(folder))
+
+
+def _torch_checkpointing(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.torch_save import read_torch_checkpointing  # noqa: PLC0415
+
+    return read_torch_checkpointing(folder)
+
+
+def _torchsnapshot(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.torchsnapshot import read_torchsnapshot  # noqa: PLC0415
+
+    return read_torchsnapshot(folder)
+
 
 # The first that fits counts.
 FORMATS = (
     Format(
         "a Megatron checkpoint (torch_dist)",
         r"\.metadata|.*\.distcp",
-        "megatron",
+        _megatron,
         and_=r"metadata\.json|common\.pt",
     ),
-    Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", "dcp"),
-    Format("a snapshot of torchsnapshot", r"\.snapshot_metadata", "torchsnapshot"),
+    Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", _dcp),
+    Format("a snapshot of torchsnapshot", r"\.snapshot_metadata", _torchsnapshot),
     # Without its metadata, which `cp *` leaves out: so that this is said.
     Format(
-        "a snapshot of torchsnapshot", r"replicated|sharded|batched", "torchsnapshot", and_=r"\d+"
+        "a snapshot of torchsnapshot", r"replicated|sharded|batched", _torchsnapshot, and_=r"\d+"
     ),
-    Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", "dcp"),
+    Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", _dcp),
     Format(
         "a DeepSpeed checkpoint",
         r"global_step\d+(_universal)?|zero_to_fp32\.py|.*zero_pp_rank_.*"
         r"|(layer_\d+_expert_\d+_)?mp_rank_\d+_model_states\.pt",
-        "deepspeed",
+        _deepspeed,
     ),
     Format("a Megatron checkpoint of a file for each rank", r"mp_rank_\d+(_\d+)*"),
     Format("checkpoints of Megatron", r"iter_\d+|latest_checkpointed_iteration\.txt"),
-    Format("a Hugging Face model", r".*\.safetensors(\.index\.json)?", "safetensors"),
-    Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?", "torch"),
+    Format("a Hugging Face model", r".*\.safetensors(\.index\.json)?", _safetensors),
+    Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?", _torch),
     Format(
         "a checkpoint of Orbax",
         r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|orbax\.checkpoint",
-        "orbax",
+        _orbax,
     ),
     Format("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
     Format(
         "a checkpoint of torch_checkpointing",
         r"commit\.msgpack",
-        "torch_checkpointing",
+        _torch_checkpointing,
         and_="files",
     ),
     Format(
         "a checkpoint of torch_checkpointing",
         r"metadata\.pkl",
-        "torch_checkpointing",
+        _torch_checkpointing,
         and_=r".*_\d+\.pt",
     ),
-    Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)", "torch"),
-    Format("a safetensors file", rb".{5}\x00{3}\{", "safetensors"),
-    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\".*\.bin\"", "torch"),
-    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\"", "safetensors"),
+    Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)", _torch),
+    Format("a safetensors file", rb".{5}\x00{3}\{", _safetensors),
+    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\".*\.bin\"", _torch),
+    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\"", _safetensors),
     # Before packs: a file, or a tensor in it, may be called zarr.json.
-    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00/]*/data\.pkl(?!/)", "torch"),
+    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00/]*/data\.pkl(?!/)", _torch),
     Format("the pack of one rank of a step", rb"PK\x03\x04.{26}.*zarr\.json"),
     Format("a pickle, as torch.save wrote before torch 1.6", rb"\x80[\x02-\x05]"),
     Format("a zip file", rb"PK\x03\x04"),
@@ -169,7 +208,7 @@ def numbered(store: Store, names: Iterable[str]) -> Iterator[tuple[int, Store, F
     for number, name in sorted(found.items(), reverse=True):
         below = open_store(replace(store.address, location=store.location / name))
         known = format_of(below)
-        is_step = known is not None and (not _ONLY_NUMBER.fullmatch(name) or known.read == "orbax")
+        is_step = known is not None and (not _ONLY_NUMBER.fullmatch(name) or known.read is _orbax)
         if known and is_step and isinstance(known.pattern, str):
             yield number, below, known
 
@@ -184,15 +223,10 @@ def _folder(store: Store, names: Iterable[str]) -> Folder:
     return Folder(store, files, names=names)
 
 
-def _manifest(reader: str, folder: Folder) -> ForeignManifest:
+def _manifest(read: Callable[[Folder], ForeignStep], folder: Folder) -> ForeignManifest:
     from ckptkit.foreign.contents import manifest_of  # noqa: PLC0415 — as the readers
 
-    module, _, name = _READERS[reader].partition(":")
-    found: ForeignStep = getattr(import_module(f"ckptkit.foreign.{module}"), name)(folder)
-    if folder.apart and reader in ("safetensors", "torch"):
-        from ckptkit.foreign.readers.dcp import with_optimizer  # noqa: PLC0415 — as the readers
-
-        found = with_optimizer(folder, found)
+    found = read(folder)
     if not found.arrays and not found.objects:
         raise FormatError(
             "no tensor is in the checkpoint",
