@@ -119,6 +119,10 @@ class StepFolder(NamedTuple):
         """The folder of one save's packs, or of those of all saves."""
         return self.key(f"{DATA}/{save_id}" if save_id else DATA)
 
+    def pack(self, save_id: str, name: str) -> str:
+        """A pack of a save."""
+        return f"{self.data(save_id)}/{name}"
+
     def where(self, name: str) -> str:
         """Where something in it is, for messages."""
         return described(self.store, self.key(name))
@@ -280,6 +284,14 @@ def committed_steps(store: Store) -> dict[int, str]:
     return {
         number: name for (number, name), size in zip(folders.items(), sizes, strict=True) if size
     }
+
+
+def newest_first(steps: Iterable[int], step: int | None = None) -> list[int]:
+    """From the newest of some steps on; or the `step` asked for, and then those before it. That one
+    is tried whether it is there or not: that it lacks has to be said.
+    """
+    found = sorted(steps, reverse=True)
+    return found if step is None else [step, *(each for each in found if each < step)]
 
 
 def manifest_size(folder: StepFolder) -> int | None:

@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from torch._C._distributed_c10d import PrefixStore
 
-from ckptkit.checkpoint.places import Place, store_at
+from ckptkit.checkpoint.places import Place, newest_first, store_at
 from ckptkit.checkpoint.ranks import Failure, Ranks, in_one_line
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
 from ckptkit.checkpoint.run.run import Retention, Run, prune
@@ -57,7 +57,6 @@ class Tiers:
         self._place = place
         self._retention = retention
         self._is_first = is_first
-        self.replaceable = frozenset[int]()
         self.target = place if local is None else store_at(local)
         """Where a save writes."""
         self._mirror: Mirror | None = None
@@ -74,14 +73,6 @@ class Tiers:
         self._retention = replace(self._retention, keep=frozenset(steps))
         if self._mirror is not None:
             self._mirror.retention = self._retention
-
-    def go_past(self, damaged: frozenset[int]) -> None:
-        """A load went past these steps, which are damaged in all places. The job comes to their
-        numbers again, and what it saves then takes their place.
-        """
-        self.replaceable = damaged
-        if self._mirror is not None:
-            self._mirror.replaceable = damaged
 
     def at(self, place: str) -> Store:
         """The store of a place that `candidates` names."""
@@ -117,7 +108,6 @@ class Tiers:
         """A step is committed: on rank 0 others may have to go. With a local folder that is left to
         the rounds of copying, as no step may go before it was copied.
         """
-        self.replaceable -= {step}
         rules = self._retention
         if self._mirror is not None or not self._is_first or rules.is_all:
             return
@@ -137,9 +127,7 @@ class Tiers:
         if step is None and not fallback:  # all steps of a long run are many requests
             newest = run.latest()
             return [] if newest is None else [(newest, REMOTE)]
-        steps = run.steps()[::-1] if fallback else []
-        if step is not None:  # whether it is there or not: that it lacks has to be said
-            steps = [step, *(number for number in steps if number < step)]
+        steps = newest_first(run.steps() if fallback else [], step)
         return [(number, REMOTE) for number in steps]
 
     def raise_failed(self, said: tuple[int, bytes] | None) -> None:

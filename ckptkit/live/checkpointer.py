@@ -6,18 +6,18 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Self, Unpack
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.places import Place, step_name, store_at
+from ckptkit.checkpoint.places import Place, StepFolder, step_name, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, failing_together
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Retention, Run
 from ckptkit.checkpoint.workers import Progress, uncollected
+from ckptkit.checkpoint.write.commit import go_past
 from ckptkit.errors import CkptkitError, FormatError, GivenUpError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
 from ckptkit.live.background import Background, Preemption, Tiers
@@ -176,8 +176,6 @@ class Checkpointer:
                 self._background.wait()
                 started, target = time.perf_counter(), self._tiers.target
                 options, world = self._options, self._world
-                if step in self._tiers.replaceable:
-                    options = replace(options, overwrite=True)
                 save = prepare(
                     target, step, training, extra, options, self._last, world=world, ranks=ranks
                 )
@@ -243,21 +241,22 @@ class Checkpointer:
                     )
                 # What a rank passes may be wrong: nobody goes on alone.
                 ranks.wait()
-            damaged = frozenset[int]()
+            damaged: list[tuple[StepFolder, Exception]] = []
             for (number, place), then in zip_longest(candidates, candidates[1:]):
                 store, ranks = self._tiers.at(place), self._meeting("load", NOT_LOADED)
+                folder = StepFolder(store, step_name(number))
                 try:
                     restored = load_into(training, store, number, self._world, ranks, options)
                 except Exception as error:
                     if then is None:
                         raise
-                    # Whether that was damage, one answer for all: a rank that only heard of
-                    # another's failure has no reason of its own.
+                    # Whether that was damage, one answer for all. A rank that only knows that
+                    # others did not come has no reason of its own.
                     mine = None if isinstance(error, PeerError) else isinstance(error, FormatError)
                     ranks = self._meeting("damage", NOT_LOADED)
                     if not ranks.agree(mine, lambda heard: True in heard and False not in heard):
                         raise
-                    damaged |= {number}
+                    damaged.append((folder, error))
                     # The same step elsewhere loses nothing, an older one does.
                     log.log(
                         logging.WARNING if then[0] == number else logging.ERROR,
@@ -269,7 +268,10 @@ class Checkpointer:
                         error,
                     )
                 else:
-                    self._tiers.go_past(damaged - {number})
+                    if self._world.rank == 0:
+                        # Of the same step elsewhere nothing is lost, so nothing comes in its place.
+                        passed = [each for each in damaged if each[0].name != folder.name]
+                        go_past(passed, folder)
                     return restored
             return None
 
@@ -315,13 +317,13 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        if self._preemption is not None:
-            self._preemption.remove()
-        try:
+        with ExitStack() as after:
+            # From the last: SIGTERM is listened to for as long as anything is being written.
+            if self._preemption is not None:
+                after.callback(self._preemption.remove)
+            after.callback(self._tiers.wait)
+            after.callback(self._last.close)
             self._background.wait()
-        finally:
-            self._last.close()
-            self._tiers.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -341,8 +343,8 @@ class Checkpointer:
         with after:
             try:
                 with failing_together(save.ranks), save.writer:
-                    # All ranks have begun this save, so none can look at what the last but one left
-                    # in the store any more.
+                    # Nobody looks any more at what the last but one left in the store: all ranks
+                    # have met in the last save since, or have left it.
                     self._used.append(save.ranks)
                     if len(self._used) > 2:
                         old = self._used.pop(0)

@@ -269,16 +269,17 @@ def _repeating(topology: Topology, held: LiveTensor) -> Axes:
     )
 
 
-def told_apart(
+def by_sharing(
     topology: Topology, fillings: Sequence[Filling], here: int, *, parts: bool
-) -> dict[bool, list[Filling]]:
-    """What to fill: under True what this rank alone reads of the `here` ranks of its machine, under
-    False the rest. Whole chunks are read, or only `parts` of them. Where that is much more than the
-    rank needs, such as whole rows for a half of each, others are taken to need what is left.
+) -> tuple[list[Filling], list[Filling]]:
+    """What to fill, in two: what no other of the `here` ranks of this machine reads, and what
+    others read too. Where much more is read than the rank needs, such as whole rows for a half of
+    each, others need the rest. Whole chunks are read, or only `parts` of them.
     """
     # Their numbers follow each other, so ranks that are further apart are on other machines.
     sizes = topology.strategy.mesh.sizes
-    found: dict[bool, list[Filling]] = {}
+    alone: list[Filling] = []
+    shared: list[Filling] = []
     known: dict[tuple[int, int, int], bool] = {}  # layers are alike
     for held, array in fillings:
         kind = id(held.placements), id(held.own), id(array.info.kind)
@@ -288,8 +289,8 @@ def told_apart(
             read = sum(each.reach(parts=parts) for each in pieces)
             is_mine = here == 1 or read <= _MOST_ALONG * held.local.numel()
             known[kind] = is_mine and all(math.prod(sizes[axis + 1 :]) >= here for axis in axes)
-        found.setdefault(known[kind], []).append((held, array))
-    return found
+        (alone if known[kind] else shared).append((held, array))
+    return alone, shared
 
 
 def fill_once(

@@ -22,7 +22,7 @@ from ckptkit.checkpoint.workers import uncollected
 from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.format.names import in_group
 from ckptkit.live.comparison import LoadOptions, Report, check_wrappers, compare, give_back
-from ckptkit.live.fill import fill, fill_once, told_apart
+from ckptkit.live.fill import by_sharing, fill, fill_once
 from ckptkit.live.resume import hand_over
 from ckptkit.live.snapshot import take_snapshot, with_optimizers
 from ckptkit.live.state.extra import Extra
@@ -133,8 +133,9 @@ def load_into(
         synchronize(devices_of(held.local for held, _ in fillings))
         if options.read_once and world.size > 1:
             rest = fill_once(checkpoint, topology, rest, ranks, options)
-        for alone, some in told_apart(topology, rest, ranks_here(world), parts=not verify).items():
-            fill(checkpoint, topology, some, options, alone=alone)
+        alone, shared = by_sharing(topology, rest, ranks_here(world), parts=not verify)
+        fill(checkpoint, topology, alone, options, alone=True)
+        fill(checkpoint, topology, shared, options, alone=False)
         # Some wrappers take over in a collective, which one that failed would not come to.
         ranks.wait()
         hand_over(training, snapshot, match.values, match.optimizers.documents)
@@ -185,18 +186,22 @@ def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
 
 
 def first_sound(
-    steps: Sequence[tuple[object, int | None]], load: Callable[[Any, int | None], Found]
+    steps: Sequence[tuple[object, int | None]],
+    load: Callable[[Any, int | None], Found],
+    damaged: list[tuple[int, Exception]] | None = None,
 ) -> Found:
     """What a load gives of the first of some steps, told by their runs and numbers, that is not
-    damaged. That of the others is in the log. Where ranks load together, they tell each other what
-    is damaged, so all of them go on alike.
+    damaged. What is wrong with the others is in the log, and is added to `damaged`. Where ranks
+    load together, they tell each other what is damaged, so all of them go on alike.
     """
     for here, then in zip_longest(steps, steps[1:]):
         try:
             return load(*here)
         except FormatError as error:
-            if then is None:
+            if then is None or here[1] is None:
                 raise
+            if damaged is not None:
+                damaged.append((here[1], error))
             log.error(
                 "step %s is damaged in %s, trying step %s in %s: %s",
                 *(here[1], here[0], then[1], then[0], error),

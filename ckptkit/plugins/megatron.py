@@ -49,10 +49,11 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-from ckptkit.checkpoint.places import Place, store_at
+from ckptkit.checkpoint.places import Place, StepFolder, newest_first, step_name, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
+from ckptkit.checkpoint.write.commit import go_past
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.megatron import COMMON, CONFIG
 from ckptkit.live.fill import fill_boxes
@@ -94,14 +95,12 @@ def load(
     None where there is none. `options` are Megatron's.
 
     With `fallback`, a step that turns out to be damaged is reported in the log, and the one before
-    it is loaded.
+    it is loaded; what this job saves under its number takes its place.
     """
     store = store_at(location, storage_options)
 
     def found() -> list[int] | list[None]:
-        numbers = Run(store).steps()[::-1] if step is None or fallback else []
-        if step is not None:
-            numbers = [step, *(number for number in numbers if number < step)]
+        numbers = newest_first(Run(store).steps() if step is None or fallback else [], step)
         if numbers:
             return numbers if fallback else numbers[:1]
         try:  # one step, by its own location
@@ -116,8 +115,18 @@ def load(
 
     with meeting(current_world(), "steps", timeout, NOT_LOADED) as ranks:
         candidates = ranks.share(found)
+    if not candidates:
+        return None
+    damaged: list[tuple[int, Exception]] = []
     places = [(store.location, number) for number in candidates]
-    return first_sound(places, filled) if places else None
+    loaded = first_sound(places, filled, damaged)
+    number = candidates[len(damaged)]
+    if number is not None and current_world().rank == 0:
+        go_past(
+            [(StepFolder(store, step_name(each)), error) for each, error in damaged],
+            StepFolder(store, step_name(number)),
+        )
+    return loaded
 
 
 class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]

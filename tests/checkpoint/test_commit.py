@@ -12,9 +12,21 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
-from ckptkit.errors import CkptkitError, PeerError, StepExistsError, StorageError, UsageError
+from ckptkit.checkpoint.places import StepFolder, step_name
+from ckptkit.checkpoint.write.commit import go_past
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptionError,
+    FormatError,
+    PeerError,
+    StepExistsError,
+    StorageError,
+    UsageError,
+    VersionError,
+)
 from ckptkit.storage import LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import (
+    State,
     add,
     assert_holds,
     contents,
@@ -348,3 +360,94 @@ def test_a_problem_of_freeing_old_data_does_not_undo_the_commit(store: MemorySto
         assert_holds(checkpoint, OTHER)
     assert [removal.kind for removal in Run(store).prune(grace=0)] == ["orphan"]
     assert len(contents(store)) == 3
+
+
+def assert_is(place: Store | Path, state: State) -> None:
+    with ckptkit.open(place) as checkpoint:
+        assert_holds(checkpoint, state)
+
+
+def flip(store: MemoryStore, key: str, at: int = -200) -> None:
+    data = bytearray(store.read(key, 0))
+    data[at] ^= 1
+    store.delete([key])
+    store.put(key, bytes(data))
+
+
+def test_a_damaged_step_that_was_gone_past_makes_way_once(store: MemoryStore) -> None:
+    step, other = StepFolder(store, step_name(1)), StepFolder(store, step_name(0))
+    go_past([(step, CorruptionError("a bit"))], other)
+    save(store, OTHER, strategy="fsdp:2")
+    assert_is(store, OTHER)
+    with pytest.raises(StepExistsError):
+        save(store, STATE, strategy="fsdp:2")
+
+
+def test_a_manifest_that_cannot_be_read_makes_way(store: MemoryStore) -> None:
+    step, other = StepFolder(store, step_name(1)), StepFolder(store, step_name(0))
+    flip(store, step.key("manifest.msgpack"))
+    go_past([(step, FormatError("cut short"))], other)
+    save(store, OTHER, strategy="fsdp:2")
+    assert_is(store, OTHER)
+
+
+@pytest.mark.parametrize(
+    "problem", [VersionError("newer"), FormatError("renamed"), PeerError("late")], ids=str
+)
+def test_a_step_whose_bytes_are_sound_never_makes_way(
+    store: MemoryStore, problem: Exception
+) -> None:
+    go_past([(StepFolder(store, step_name(1)), problem)], StepFolder(store, step_name(0)))
+    before = contents(store)
+    with pytest.raises(StepExistsError):
+        save(store, OTHER, strategy="fsdp:2")
+    assert nothing_but(store, before)
+
+
+def test_what_another_job_saved_since_or_a_later_load_found_sound_stays(store: MemoryStore) -> None:
+    step, other = StepFolder(store, step_name(1)), StepFolder(store, step_name(0))
+    go_past([(step, CorruptionError("a bit"))], other)
+    # By another process, which knows nothing of it.
+    save(store, OTHER, strategy="fsdp:2", overwrite=True)
+    with pytest.raises(StepExistsError):
+        save(store, STATE, strategy="fsdp:2")
+    go_past([(step, CorruptionError("a bit of the network's"))], other)
+    go_past([], step)
+    with pytest.raises(StepExistsError):
+        save(store, STATE, strategy="fsdp:2")
+    assert_is(store, OTHER)
+
+
+def test_a_run_is_the_same_whatever_link_leads_to_it(tmp_path: Path) -> None:
+    run, link = tmp_path / "run", tmp_path / "latest"
+    save(LocalStore(run), STATE, strategy="fsdp:2")
+    link.symlink_to(run)
+    folders = [StepFolder(LocalStore(link), step_name(number)) for number in (1, 0)]
+    go_past([(folders[0], CorruptionError("a bit"))], folders[1])
+    save(LocalStore(run), OTHER, strategy="fsdp:2")
+    assert_is(run, OTHER)
+
+
+def test_a_committed_step_is_one_whatever_becomes_of_where_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = ThreadBarrier.share
+
+    def full(self: ThreadBarrier, value: Callable[[], T]) -> T:
+        found: T = share(self, value)
+        if found == "committed":
+            raise OSError(28, "No space left on device")
+        return found
+
+    monkeypatch.setattr(ThreadBarrier, "share", full)
+    save(tmp_path, STATE, strategy="fsdp:2")
+    assert_is(tmp_path, STATE)
+
+
+def test_a_manifest_that_is_refused_leaves_no_packs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.checkpoint.write.commit.MAX_DOCUMENT_BYTES", 100)
+    with pytest.raises(FormatError, match="would have more than"):
+        save(tmp_path, STATE, strategy="fsdp:2")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -49,6 +50,25 @@ def save_and_be_told_to_leave(location: Path) -> None:
         checkpointer.save(1, model=nn.Linear(300, 300))
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("the signal was not heard")
+
+
+def save_and_be_told_at_the_end(location: Path) -> None:
+    with (
+        held_up() as go,
+        Checkpointer(location, on_sigterm="finish", asynchronous=True) as checkpointer,
+    ):
+        checkpointer.save(1, state=value(1))
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        threading.Timer(0.5, go.set).start()
+
+
+def test_a_save_that_the_end_waits_for_is_finished_too(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        save_and_be_told_at_the_end(tmp_path)
+    assert ended.value.code == 143
+    assert ckptkit.verify(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_save_under_way_is_finished_before_the_process_ends(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -250,41 +249,6 @@ def save_from_some_ranks(folder: str) -> None:
 def test_keys_of_some_ranks_and_groups_of_some_are_saved(gloo: Pool, tmp_path: Path) -> None:
     gloo.run(4, save_from_some_ranks, str(tmp_path))
     assert str(ckptkit.open(tmp_path / "1").strategy) == "ddp:2"
-
-
-def fall_back(folder: str) -> int:
-    state = {"model": {"w": torch.arange(8.0), "b": torch.ones(2)}, "step": 1}
-    save(state, storage_writer=Writer(folder, step=1))
-    save({**state, "step": 2}, storage_writer=Writer(folder, step=2))
-    dist.barrier()
-    if dist.get_rank() == 1:
-        damage(Path(folder) / "step-0000000002", b"model/w")
-    dist.barrier()
-    found = emptied(state)
-    with pytest.raises(CheckpointException, match=r"checksum"):
-        load(found, storage_reader=Reader(folder))
-    logging.disable(logging.CRITICAL)
-    reader = Reader(folder, fallback=True)
-    load(found, storage_reader=reader)
-    logging.disable(logging.NOTSET)
-    assert not differing(state, found)
-    assert reader.step is not None
-    return reader.step
-
-
-def damage(step: Path, array: bytes) -> None:
-    """Flip a bit of the first chunk of an array."""
-    (pack,) = [p for p in step.rglob("*.zip") if array + b"/c/0" in p.read_bytes()]
-    data = bytearray(pack.read_bytes())
-    at = data.index(array + b"/c/0")
-    header = data.rindex(b"PK\x03\x04", 0, at)
-    name, extra = (int.from_bytes(data[header + n : header + n + 2], "little") for n in (26, 28))
-    data[header + 30 + name + extra] ^= 1
-    pack.write_bytes(data)
-
-
-def test_all_ranks_fall_back_to_the_step_before_a_damaged_one(gloo: Pool, tmp_path: Path) -> None:
-    assert gloo.run(2, fall_back, str(tmp_path)) == [1, 1]
 
 
 def die_while_saving(folder: str) -> object:

@@ -136,9 +136,10 @@ def test_folders_of_megatron_stay_and_a_damaged_step_does_not_count(tmp_path: Pa
         file.seek(pack.stat().st_size // 3)
         file.write(bytes(4096))
     assert ckptkit.verify(run)
-    again, said = train(2, run, 6, tp=2, resume=True, every=9)
+    again, said = train(2, run, 6, tp=2, resume=True)
     assert again == {step: losses[step] for step in (4, 5, 6)}, said
     assert "step 6 is damaged" in said
+    assert not ckptkit.verify(run), "it was saved anew"
 
 
 def test_what_is_no_step_of_this_model_is_refused_in_one_sentence(

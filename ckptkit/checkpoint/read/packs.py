@@ -136,7 +136,7 @@ class OpenPacks:
 
     def key(self, pack: int) -> str:
         """Where the store has a pack."""
-        return f"{self._folder.data(self.manifest.save.save_id)}/{self.manifest.packs[pack].name}"
+        return self._folder.pack(self.manifest.save.save_id, self.manifest.packs[pack].name)
 
 
 class ForeignFiles(OpenPacks):
@@ -214,7 +214,7 @@ def read_record(
     Who knows the size of the pack saves asking for it.
     """
     store, name = folder.store, pack_name(rank)
-    key = f"{folder.data(save_id)}/{name}"
+    key = folder.pack(save_id, name)
     where = described(store, key)
     first = _TAIL
     if store.abilities.waits_for_answers:

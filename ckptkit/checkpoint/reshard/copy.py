@@ -190,7 +190,7 @@ def seconds_of(source: Checkpoint, folder: StepFolder, budget: Budget, cost: Res
     if cost.bytes_written:
         size = min(_PROBE_BYTES, cost.bytes_written)
         parts = min(_PROBE_PARTS, cost.bytes_written // size)
-        key = f"{folder.data(f'probe-{os.urandom(8).hex()}')}/{pack_name(0)}"
+        key = folder.pack(f"probe-{os.urandom(8).hex()}", pack_name(0))
         sink = store.create(key, [size] * parts, memory=budget.sink_bytes)
         is_kept = store.abilities.waits_for_answers
 

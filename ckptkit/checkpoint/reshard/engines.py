@@ -102,7 +102,7 @@ def copy_elsewhere(
     progress: Callable[[int], None],
 ) -> None:
     """Have an executor's workers copy packs, each told the rank of one that is done; the first
-    error stops what has not begun.
+    error stops what has not begun, and on Ray what runs too.
     """
     engine, alone = target.options.engine, budget.alone()
     # What a worker need not know, and could not be sent.
@@ -253,7 +253,12 @@ class _RayExecutor(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         reference = self._ray.remote(max_retries=0)(fn).remote(*args, **kwargs)
-        future.set_running_or_notify_cancel()
+
+        def cancel(done: Future[Any]) -> None:
+            if done.cancelled():
+                self._ray.cancel(reference)
+
+        future.add_done_callback(cancel)
         watcher = threading.Thread(target=self._watch, args=(reference, future), daemon=True)
         watcher.start()
         self._watchers.append(watcher)
@@ -265,12 +270,20 @@ class _RayExecutor(Executor):
                 watcher.join()
 
     def _watch(self, reference: Any, future: Future[Any]) -> None:
+        result, problem = None, None
         try:
-            future.set_result(self._ray.get(reference))
+            result = self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
-            future.set_exception(error.cause if isinstance(error.cause, Exception) else error)
+            problem = error.cause if isinstance(error.cause, Exception) else error
         except BaseException as error:  # noqa: BLE001 - the future carries it
-            future.set_exception(error)
+            problem = error
+        # Until now, as it can be cancelled while it waits and while it runs.
+        if not future.set_running_or_notify_cancel():
+            return
+        if problem is None:
+            future.set_result(result)
+        else:
+            future.set_exception(problem)
 
 
 def _imported(engine: str, package: str) -> Any:

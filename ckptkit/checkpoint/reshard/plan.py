@@ -433,7 +433,7 @@ def _is_finished(
         and np.array_equal(record.chunk, np.concatenate([*chunks, np.zeros(0, np.int64)]))
     ):
         return False
-    store, key = folder.store, f"{folder.data(target.save.save_id)}/{pack_name(rank)}"
+    store, key = folder.store, folder.pack(target.save.save_id, pack_name(rank))
     try:
         known = PackBytes.of_rank(found, described(store, key))
         return not faults_of(store, key, found.pack.size, known, progress=progress)

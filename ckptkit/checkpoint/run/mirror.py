@@ -19,10 +19,17 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckptkit.checkpoint.check.verify import PackBytes, PackWindow
-from ckptkit.checkpoint.places import StepFolder, described, read_manifest, step_name, stored_size
+from ckptkit.checkpoint.places import (
+    StepFolder,
+    described,
+    newest_first,
+    read_manifest,
+    step_name,
+    stored_size,
+)
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, prune, remove
@@ -32,6 +39,7 @@ from ckptkit.checkpoint.write.commit import (
     commit,
     committed_save_id,
     discard,
+    is_gone_past,
     tell_commit,
 )
 from ckptkit.errors import (
@@ -80,7 +88,6 @@ class Mirror:
             raise UsageError("the local folder is the run itself", value=str(local.location))
         self.local, self.remote = local, remote
         self.retention = retention
-        self.replaceable = frozenset[int]()  # damaged there: what is copied takes their place
         self._options = options or CopyOptions()
         # What rank 0 knows without asking again, by (step, save id): what the other place has, or
         # had until it was deleted there, or has a later save of that overwrote it; and the local
@@ -130,9 +137,7 @@ class Mirror:
                     error.hint += "fallback=True loads the newest step that is local"
                 raise
             log.error("looking for local steps only: %s", error)
-        numbers = sorted({*here, *there}, reverse=True)
-        if step is not None:  # whether it is there or not: that it lacks has to be said
-            numbers = [step, *(number for number in numbers if number < step)]
+        numbers = newest_first({*here, *there}, step)
         found: list[tuple[int, str]] = []
         for number in numbers if fallback else numbers[:1]:
             if number not in here:
@@ -242,10 +247,8 @@ class Mirror:
     def _copy(self, step: int, ranks: Ranks) -> None:
         started = time.perf_counter()
         self._failed.add(step)
-        overwrite = self._options.overwrite or step in self.replaceable
-        options = replace(self._options, overwrite=overwrite)
         try:
-            copied = copy_step(self.local, self.remote, step, ranks, options)
+            copied = copy_step(self.local, self.remote, step, ranks, self._options)
         except UnsoundStepError as error:
             # No attempt to copy it again will mend it: other steps go on without it.
             self._failed.discard(step)
@@ -256,7 +259,6 @@ class Mirror:
                 self._report(step, error.save_id, error)
             return
         self._failed.discard(step)
-        self.replaceable -= {step}
         if ranks.rank == 0:
             # By now the local folder may have another save of the step, which has not arrived.
             self._arrived.add((step, copied.save_id))
@@ -376,7 +378,8 @@ class _Copying:
     def is_there(self) -> bool:
         """Whether the target has this very save; StepExistsError where it has another."""
         there = committed_save_id(self.target)
-        if there in (None, self.save_id) or self._options.overwrite:
+        may_replace = self._options.overwrite or is_gone_past(self.target)
+        if there in (None, self.save_id) or may_replace:
             return there == self.save_id
         raise StepExistsError(
             "another save of this step is there already",

@@ -25,6 +25,7 @@ everywhere of two jobs that overwrite one step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -49,6 +50,7 @@ from ckptkit.errors import (
     FormatError,
     PeerError,
     StepExistsError,
+    VersionError,
 )
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.arrays import Alias, ArrayInfo, key_of
@@ -63,9 +65,45 @@ def refuse_committed(folder: StepFolder) -> None:
     """Raise StepExistsError where the step is committed, or AlreadyExistsError where that was only
     begun.
     """
-    if MANIFEST in folder.store.children(folder.name):
+    if MANIFEST in folder.store.children(folder.name) and not is_gone_past(folder):
         refuse_begun(folder)
         raise _exists(folder)
+
+
+# Damaged steps that loads of this process went past: where each is, and the save id of what is
+# there, or None where its manifest cannot be read.
+GONE_PAST: dict[str, str | None] = {}
+
+
+def go_past(damaged: Iterable[tuple[StepFolder, Exception]], loaded: StepFolder) -> None:
+    """A load found these steps damaged, in the way that is said, and took another one instead. The
+    job comes to their numbers again, and what this process saves then takes their place. Without
+    that the job would end there, again after each start.
+
+    Only a step whose bytes are not what was written makes way: not one that another version wrote,
+    or that was renamed.
+    """
+    GONE_PAST.pop(_place(loaded), None)
+    for folder, error in damaged:
+        # The load went well. A step that cannot be looked at now stays.
+        with suppress(CkptkitError, MemoryError):
+            save_id = committed_save_id(folder)
+            is_unreadable = save_id is None and not isinstance(error, VersionError)
+            if is_unreadable or isinstance(error, CorruptionError):
+                GONE_PAST[_place(folder)] = save_id
+
+
+def is_gone_past(folder: StepFolder) -> bool:
+    """Whether the step is still the damaged one that a load went past: a later save stays."""
+    place = _place(folder)
+    return place in GONE_PAST and committed_save_id(folder) == GONE_PAST[place]
+
+
+def _place(folder: StepFolder) -> str:
+    """Where a step is, whatever links lead to its run."""
+    location = folder.store.location
+    at = os.path.realpath(location.path) if location.scheme == "file" else str(location)
+    return f"{at}/{folder.name}" if folder.name else at
 
 
 def gather(
@@ -107,6 +145,7 @@ def gather(
 
 def commit(folder: StepFolder, manifest: Manifest, *, overwrite: bool = False) -> None:
     """Make the step exist; see the module's docstring for why each point is safe."""
+    overwrite = overwrite or is_gone_past(folder)
     old = committed_save_id(folder) if overwrite else None
     publish(folder, manifest, replace=overwrite)
     if old is not None and old != manifest.save.save_id:
@@ -118,7 +157,7 @@ def tell_commit(ranks: Ranks, folder: StepFolder, save_id: str) -> None:
     """Rank 0, which has committed, tells the others, and waits for none of them."""
     try:
         ranks.share(lambda: "committed")
-    except PeerError:
+    except (PeerError, OSError):
         # Rank 0 may have committed before it was lost, or before it could say so.
         if committed_save_id(folder) != save_id:
             raise

@@ -166,7 +166,7 @@ class Pack:
         self.segments = segments
         self._save = save
         self._store = folder.store
-        self._key = f"{folder.data(save.save_id)}/{pack_name(self._rank)}"
+        self._key = folder.pack(save.save_id, pack_name(self._rank))
         self._progress = progress
         self._left = len(segments)
         self._writing = threading.Lock()

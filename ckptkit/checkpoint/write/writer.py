@@ -27,6 +27,7 @@ from ckptkit.checkpoint.write.commit import (
 from ckptkit.checkpoint.write.pack import Holding, Pack, pack_of, plan_of
 from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.errors import (
+    FormatError,
     GivenUpError,
     InvalidNameError,
     LayoutError,
@@ -383,8 +384,9 @@ class Writer:
             raise
         try:
             commit(self._folder, manifest, overwrite=self._overwrite)
-        except StepExistsError:
-            # Another save has won the step for good: nothing will ever name this data.
+        except (StepExistsError, FormatError):
+            # Another save has won the step for good, or the manifest was refused before anything
+            # was put: nothing will ever name this data.
             discard(self._folder, save_id)
             raise
         if self.plan and self._tables.first:

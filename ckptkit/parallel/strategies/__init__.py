@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial, update_wrapper
 from itertools import zip_longest
 from typing import Any, Unpack, cast
 from weakref import WeakKeyDictionary
@@ -75,8 +76,8 @@ def as_distributed(
     paragraph for each.
     """
     # Look at the model, and decide: a refusal changes nothing, and is one on all ranks.
-    if spec != "single":
-        _join()
+    if str(spec).strip() != "single":
+        _ensure_group()
     plain = _known_as(model)
     is_known = isinstance(plain, Distributed)
     with nullcontext(OneRank()) if is_known else all_ranks("spread") as ranks:
@@ -153,7 +154,7 @@ def _spread(model: nn.Module, job: SpreadJob) -> Distributed:
     return made
 
 
-def _join() -> None:
+def _ensure_group() -> None:
     """Make this process a rank of the job that its environment tells of, or one alone."""
     if dist.is_initialized():
         return
@@ -261,8 +262,9 @@ def _wrapped(
     is_stage = size_of(job.strategy, "pp") > 1
     # `fully_shard` casts by itself.
     if not sharder and isinstance(options.precision, torch.dtype):
-        autocast = torch.autocast(job.device.type, options.precision)
-        vars(module)["forward"] = autocast(module.forward)
+        own = module.forward
+        halved = partial(_in_autocast, job.device.type, options.precision, own)
+        vars(module)["forward"] = update_wrapper(halved, own)
     if styles:
         parallelize(module, job.along("tp"), styles)
     if sharder:  # which moves the model to the device unit by unit
@@ -276,6 +278,18 @@ def _wrapped(
         group = job.along("ddp", "zero1").get_group()
         module = in_ddp(module, group, job.device, is_stage=is_stage)
     return module, []
+
+
+def _in_autocast(
+    device: str, precision: torch.dtype, forward: Callable[..., Any], *inputs: Any, **named: Any
+) -> Any:
+    """Run a forward in half precision.
+
+    What torch makes of a decorated one is a function of this very module: a copy of the module,
+    such as an average of its weights, would run on these weights.
+    """
+    with torch.autocast(device, precision):
+        return forward(*inputs, **named)
 
 
 def _optimizer_of(modules: Sequence[nn.Module], job: SpreadJob) -> Optimizer | None:

@@ -359,7 +359,8 @@ def _as_run(
 def evaluated(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """What a model returns in evaluation mode, without a trace in buffers or in random numbers."""
     modes = [(module, module.training) for module in model.modules()]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), keeping_buffers(model.modules()):
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(devices), keeping_buffers(model.modules()):
         model.eval()
         try:
             return model(*inputs)

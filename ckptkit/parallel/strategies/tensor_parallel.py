@@ -29,6 +29,7 @@ from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import Replicate, Shard
 from ckptkit.model.document import located
 from ckptkit.model.rules import Cut, Rules
+from ckptkit.parallel.strategies.distributed import all_ranks
 from ckptkit.parallel.strategies.options import StrategyOptions, mapped, opened, tensors_of
 
 _KNOWN = (nn.Linear, nn.Embedding)
@@ -216,7 +217,10 @@ def try_out(
     wanted: dict[str, list[torch.Tensor]] = {name: [] for name in places}
     found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
     whole = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    _run_noting(whole, mapped(example, lambda tensor: tensor.to(here)), wanted)
+    with all_ranks("trial") as ranks:
+        _run_noting(whole, mapped(example, lambda tensor: tensor.to(here)), wanted)
+        # The cut model exchanges tensors: no rank runs it without the others.
+        ranks.wait()
     # These are replaced when they are cut. The others move to the device, so they are copied.
     styled = [p for name in styles for p in model.get_submodule(name).parameters(recurse=False)]
     cut = copy.deepcopy(model, {id(p): p for p in styled})

@@ -26,11 +26,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.places import Place, StepFolder, newest_first, step_name
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Failure, failing_together
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.errors import CkptkitError, FormatError, NotFoundError, PeerError
+from ckptkit.checkpoint.write.commit import go_past
+from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError, PeerError
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path
 from ckptkit.format.names import MODEL, OPTIMIZER
 from ckptkit.live.fill import fill_boxes
@@ -60,7 +61,7 @@ class DcpReader(StorageReader):
     `optim.state.` or `optimizer.state.` for those of the optimizer.
 
     With `fallback`, a step that turns out to be damaged is reported in the log, and all ranks load
-    the one before it.
+    the one before it; what this job saves under its number takes its place.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class DcpReader(StorageReader):
         self._timeout = timeout
         self._rank = 0
         self._keys: Keys | None = None
+        self._damaged: list[tuple[StepFolder, Exception]] = []
 
     @property
     def step(self) -> int | None:
@@ -90,7 +92,7 @@ class DcpReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self._target.name(checkpoint_id)
-        self._keys = None
+        self._keys, self._damaged = None, []
 
     def read_metadata(self) -> Metadata:
         self._keys = self._found()
@@ -147,11 +149,14 @@ class DcpReader(StorageReader):
         numbers: list[int] = []
         if self._fallback:
             most = step if below is None else below - 1
-            numbers = Run(store).steps()[::-1]
-            numbers = [number for number in numbers if most is None or number <= most]
+            numbers = newest_first(n for n in Run(store).steps() if most is None or n <= most)
         if numbers:
             places = [(store.location, number) for number in numbers]
-            return first_sound(places, lambda _, number: Keys(Run(store).open(number)))
+            found: list[tuple[int, Exception]] = []
+            keys = first_sound(places, lambda _, number: Keys(Run(store).open(number)), found)
+            # Once a step is loaded, a save may take their place.
+            self._damaged += [(StepFolder(store, step_name(number)), e) for number, e in found]
+            return keys
         if below is not None:
             raise NotFoundError("no step before it", where=str(self._target))
         return Keys(Run(store).open(step) if step is not None else open_checkpoint(store))
@@ -173,10 +178,14 @@ class DcpReader(StorageReader):
                 said = ranks.agree(said, lambda heard: next(filter(None, heard), b""))
                 if not said:
                     self._keys = keys
+                    if ranks.rank == 0:
+                        go_past(self._damaged, keys.checkpoint.folder)
                     return
                 at, first = keys.checkpoint, Failure.heard(said)
                 log.error("step %d is damaged in %s: %s", at.step, at.location, first)
                 at.close()
+                kind = CorruptionError if first.kind == "CorruptionError" else FormatError
+                self._damaged.append((at.folder, first.error(NOT_LOADED, kind)))
                 try:
                     older = self._found(below=at.step)
                 except NotFoundError:

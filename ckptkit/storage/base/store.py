@@ -178,11 +178,11 @@ class Store(Protocol):
     ) -> Sink:
         """Begin a new object: the concatenation of parts of these lengths.
 
-        Until `finish` the object is invisible, or (in a local folder) visible but incomplete.
-        What is there already is never touched: AlreadyExistsError, from `finish` at the latest.
-        `memory` roughly bounds what the
-        sink buffers, provided parts come about in order. Parts filled in place count. Parts larger
-        than what is sent at a time, and local files, do not.
+        Until `finish` the object is invisible, or (in a local folder) visible but incomplete. What
+        is there when it is begun is never touched: AlreadyExistsError, from `finish` at the latest.
+        Of two begun together `Abilities.claims_names` says which wins. `memory` roughly bounds what
+        the sink buffers, provided parts come about in order. Parts filled in place count. Parts
+        larger than what is sent at a time, and local files, do not.
 
         With `again` the name may be taken, then or later, by another writer of the same bytes: the
         object is invisible until `finish`, which replaces what is there as a whole.

@@ -223,7 +223,7 @@ class Stopped(Exception):  # noqa: N818 — tells an engine to stop, and is neve
 
 
 class UploadWindow:
-    """The blocks of an object, which take about `most` bytes of memory at a time: filled in any
+    """The blocks of an object, which take about `most_bytes` of memory at a time: filled in any
     order, handed over in order.
 
     Engines read a block from this very memory while they send it, and may keep it to send it again:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +232,20 @@ def dtypes_seen() -> set[torch.dtype]:
 
 def test_precision_is_halved_once(gloo: Pool) -> None:
     assert gloo.run(4, dtypes_seen) == [{torch.float32}] * 4
+
+
+def test_a_copy_of_a_model_in_half_precision_has_weights_of_its_own() -> None:
+    """As an average of the weights that a training keeps beside them."""
+    model = as_distributed(nn.Linear(3, 3), "single", mixed_precision="bf16").model
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.zero_()
+        found = made(torch.ones(1, 3))
+        assert not found.any()
+        assert found.dtype == torch.bfloat16
+        assert model(torch.ones(1, 3)).any()
+        assert list(inspect.signature(made.forward).parameters) == ["input"]
 
 
 def uneven() -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from ckptkit.errors import LayoutError
+from ckptkit.errors import LayoutError, PeerError
 from ckptkit.parallel import as_distributed
 from tests.live.pool import Pool
 
@@ -76,6 +76,25 @@ def test_a_plan_is_tried_out_on_an_example(gloo: Pool, between: str) -> None:
         else:
             assert said.startswith("layers.0.down: cut by these rules, the model does not give")
             assert "let the rules replicate this layer" in said
+
+
+class OnOneRank(Blocks):
+    """Fails on one rank, as one whose memory is full does."""
+
+    def forward(self, hidden: torch.Tensor, is_kept: torch.Tensor | None = None) -> Any:
+        if dist.get_rank() == 1:
+            raise MemoryError("nothing left")
+        return super().forward(hidden, is_kept)
+
+
+def tried_on_one() -> str:
+    with pytest.raises((PeerError, MemoryError)) as caught:
+        as_distributed(OnOneRank("tanh"), "tp:2", rules=RULES, example=rows())
+    return type(caught.value).__name__
+
+
+def test_what_one_rank_cannot_try_out_keeps_no_other_waiting(gloo: Pool) -> None:
+    assert gloo.run(2, tried_on_one) == ["GivenUpError", "MemoryError"]
 
 
 def traces() -> list[str]:
