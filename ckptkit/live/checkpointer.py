@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import zip_longest
 from typing import Self, Unpack
@@ -62,6 +62,12 @@ class Checkpointer:
     What no wrapper keeps the same on all ranks has to be the same, or the save is refused: buffers,
     tensors in `state`, and parameters that are not cut along an axis that cuts. Of what `differing`
     names (patterns too) the first rank's is saved.
+
+    `mesh` names the axes that the model does not, and `rules` say how tensors were cut by hand.
+    `chunk_bytes` is about how large a stored chunk is. A rank reads and writes by so many
+    `threads`, or by as many as suit its cores. One that the others wait for longer than `timeout`
+    seconds is given up. `progress` is called, from any thread, with the bytes done since the last
+    call.
     """
 
     def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults
@@ -125,7 +131,8 @@ class Checkpointer:
         self._calls = 0
         self._last = LastSave()
         self._background = Background()
-        self._used: list[Ranks] = []
+        self._met: list[Ranks] = []
+        """Where ranks met in saves, the last one that was committed first."""
         self._writing: PreparedSave | None = None
         self._closed = False
         self._preemption = None
@@ -161,6 +168,7 @@ class Checkpointer:
         with quiet, uncollected(), ExitStack() as after:
             # First of all, so that what goes wrong on one rank from here on reaches the others.
             ranks = self._meeting("save")
+            self._met.append(ranks)
             # With `local`: whatever becomes of the save, all ranks go through the same rounds of
             # copying. This one's begins when `after` ends.
             after.callback(self._tiers.turn(self._copying(), step))
@@ -343,15 +351,9 @@ class Checkpointer:
         with after:
             try:
                 with failing_together(save.ranks), save.writer:
-                    # Nobody looks any more at what the last but one left in the store: all ranks
-                    # have met in the last save since, or have left it.
-                    self._used.append(save.ranks)
-                    if len(self._used) > 2:
-                        old = self._used.pop(0)
-                        if self._world.rank == 0:
-                            old.forget()
                     save.check_replicas()
                     save.writer.commit()
+                    self._forget_before(save.ranks)
                 self._last.keep(save.writer.plan, save.basis)
                 if self._world.rank == 0:
                     seconds = time.perf_counter() - started
@@ -361,6 +363,16 @@ class Checkpointer:
                 self._tiers.saved(step)
             finally:
                 self._writing = None  # it keeps what it wrote alive
+
+    def _forget_before(self, ranks: Ranks) -> None:
+        """All ranks have met here, so none looks any more at what was said before."""
+        before = self._met[: self._met.index(ranks)]
+        del self._met[: len(before)]
+        if self._world.rank == 0:
+            for old in before:
+                # The step is committed, and this must not say otherwise.
+                with suppress(RuntimeError):
+                    old.forget()
 
     def _leave(self) -> None:
         """End what has to be whole when the process ends, and nothing else."""
