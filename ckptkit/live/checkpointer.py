@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
-from functools import partial
+from functools import partial as bound
 from itertools import zip_longest
 from typing import Self, Unpack
 
@@ -189,7 +189,7 @@ class Checkpointer:
                 )
             if self._asynchronous:
                 self._writing = save
-                work = partial(self._write_and_commit, save, started, after.pop_all())
+                work = bound(self._write_and_commit, save, started, after.pop_all())
                 self._background.run(work, f"saving step {step}")
             else:
                 self._write_and_commit(save, started, after.pop_all())

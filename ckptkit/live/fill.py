@@ -98,9 +98,7 @@ def fill_boxes(
     threads: int | None,
 ) -> None:
     """Fill tensors with boxes of the arrays of some names, as `fill` does."""
-    if threads is None and not checkpoint.store.abilities.waits_for_answers:
-        threads = copying_threads(current_world())
-    options = LoadOptions(verify=verify, threads=threads)
+    options = LoadOptions(verify=verify, threads=reading_threads(checkpoint, threads))
     direct: list[NamedBox] = []
     staged: list[tuple[Array, Box, torch.Tensor]] = []
     for name, box, target in wanted:
@@ -111,6 +109,15 @@ def fill_boxes(
             staged.append((array, box, target))
     _reader(checkpoint, options, alone=False)(direct)
     _fill_by_torch(checkpoint, staged, options, alone=False)
+
+
+def reading_threads(checkpoint: Checkpoint, threads: int | None) -> int | None:
+    """How many threads read, where nobody says it: as many as copy. Where they wait for answers, as
+    many as the store likes, which None means.
+    """
+    if threads is None and not checkpoint.store.abilities.waits_for_answers:
+        return copying_threads(current_world())
+    return threads
 
 
 def _has_raw_elements(name: str, tensor: torch.Tensor, array: Array) -> bool:

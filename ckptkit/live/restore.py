@@ -22,7 +22,7 @@ from ckptkit.checkpoint.workers import uncollected
 from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.format.names import in_group
 from ckptkit.live.comparison import LoadOptions, Report, check_wrappers, compare, give_back
-from ckptkit.live.fill import by_sharing, fill, fill_once
+from ckptkit.live.fill import by_sharing, fill, fill_once, reading_threads
 from ckptkit.live.resume import hand_over
 from ckptkit.live.snapshot import take_snapshot, with_optimizers
 from ckptkit.live.state.extra import Extra
@@ -30,7 +30,6 @@ from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import (
     World,
     bytes_of_first,
-    copying_threads,
     current_world,
     next_name,
     ranks_here,
@@ -122,11 +121,8 @@ def load_into(
         snapshot = with_optimizers(before, training) or look(training)
         check_wrappers(snapshot, match.objects)
         fillings, fresh = match.to_fill(checkpoint, snapshot)
-        threads = options.threads
-        if threads is None and not checkpoint.store.abilities.waits_for_answers:
-            # Elsewhere they wait rather than copy: as many as the store likes.
-            threads = copying_threads(world)
         verify = options.verify and checkpoint.manifest.is_checked
+        threads = reading_threads(checkpoint, options.threads)
         options = replace(options, verify=verify, threads=threads)
         topology, rest = snapshot.topology, fillings
         # Another stream may still compute what is now overwritten.

@@ -30,8 +30,9 @@ class OpenPacks:
     def __init__(self, folder: StepFolder, manifest: Manifest) -> None:
         self.manifest = manifest
         self.pace = Pace.of(folder.store)
-        # An open pack is the one that was looked at when it was opened, whatever becomes of it.
-        self._is_checked = folder.store.abilities.open_survives_delete
+        # Where opening asks for a pack, an open one is that which was looked at, whatever becomes
+        # of its name.
+        self._open_asks = folder.store.abilities.open_survives_delete
         self._store = folder.store
         self._folder = folder
         self._open: dict[int, Source] = {}
@@ -59,11 +60,11 @@ class OpenPacks:
                 if pack not in self._open and len(self._open) < _KEPT_OPEN:
                     self._open[pack] = self._opened(pack)
                 kept = self._open.get(pack)
-        if kept is not None and self._is_checked:
+        if kept is not None and self._open_asks:
             yield kept
             return
         with self._opened(pack) if kept is None else nullcontext(kept) as source:
-            if self._is_checked or self.is_put_together(pack):
+            if self._open_asks or self.is_put_together(pack):
                 yield source
                 return
             # Nobody has asked the store about it: a read that fails finds out why.

@@ -60,8 +60,6 @@ def copy_packs(
 
     def segments_of(rank: int) -> Iterator[Callable[[], None]]:
         pack = _begin_pack(target, rank, destination, copier, progress)
-        # Those that are finished are let go of: each holds the names of all its chunks.
-        begun[:] = [each for each in begun if not each.is_finished]
         begun.append(pack)
         for number in range(len(pack.segments)):
             yield partial(pack.write_segment, number)
@@ -71,7 +69,11 @@ def copy_packs(
         waiting = iter(ranks)
         turns: deque[Iterator[Callable[[], None]]] = deque()
         while True:
-            turns.extend(map(segments_of, islice(waiting, budget.packs - len(turns))))
+            # Those that are finished are let go of: each holds the names of all its chunks. Those
+            # of which only the end is being written take memory as all others do.
+            begun[:] = [pack for pack in begun if not pack.is_finished]
+            if len(begun) < budget.packs or not turns:
+                turns.extendleft(map(segments_of, islice(waiting, 1)))
             if not turns:
                 return
             turn = turns.popleft()

@@ -272,9 +272,9 @@ def _wrapped(
     module = module.to(job.device)
     # Copies: DDP takes no parameters that are cut, and stages badly; `replicate` takes both, but
     # does not let its gradients be compressed.
-    if "ddp" in job.names and (styles or (is_stage and options.compression is None)):
+    if "ddp" in job.axis_of and (styles or (is_stage and options.compression is None)):
         return module, wrap_units(module, job.along("ddp"), options, None)
-    if "ddp" in job.names or "zero1" in job.names:
+    if "ddp" in job.axis_of or "zero1" in job.axis_of:
         group = job.along("ddp", "zero1").get_group()
         module = in_ddp(module, group, job.device, is_stage=is_stage)
     return module, []
@@ -301,9 +301,9 @@ def _optimizer_of(modules: Sequence[nn.Module], job: SpreadJob) -> Optimizer | N
         return None
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    group = job.along("zero1").get_group() if "zero1" in job.names else None
+    group = job.along("zero1").get_group() if "zero1" in job.axis_of else None
     # Each stage may have groups of its own.
-    with nullcontext(OneRank()) if "pp" in job.names else all_ranks("optimizer") as ranks:
+    with nullcontext(OneRank()) if "pp" in job.axis_of else all_ranks("optimizer") as ranks:
         if isinstance(options.optimizer, Optimizer):
             made = options.optimizer
         elif group is not None and trained:
@@ -393,7 +393,7 @@ def _begin_alike(model: nn.Module, job: SpreadJob) -> None:
             torch.cuda.set_rng_state(state.cpu(), device)
     # DDP gives rank 0's values to all ranks when it wraps, but it refuses a model of which nothing
     # is trained.
-    is_in_ddp = job.names.keys() <= {"ddp", "zero1"}
+    is_in_ddp = job.axis_of.keys() <= {"ddp", "zero1"}
     is_in_ddp &= any(parameter.requires_grad for parameter in model.parameters())
     if job.strategy.world_size == 1 or is_in_ddp:
         return

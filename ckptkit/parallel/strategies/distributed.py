@@ -87,7 +87,7 @@ class SpreadJob:
     strategy: Strategy
     options: StrategyOptions
     device: torch.device
-    names: Mapping[str, str]
+    axis_of: Mapping[str, str]
     """By kind, what the mesh calls its axes."""
     mesh: DeviceMesh | None
     """None for one rank alone."""
@@ -108,7 +108,7 @@ class SpreadJob:
     def along(self, *kinds: str) -> DeviceMesh:
         """The part of the mesh along the axes of these kinds that there are."""
         assert self.mesh is not None  # noqa: S101 — there is one where there are axes
-        found = tuple(self.names[kind] for kind in kinds if kind in self.names)
+        found = tuple(self.axis_of[kind] for kind in kinds if kind in self.axis_of)
         return self.mesh[found[0] if len(found) == 1 else found]
 
 
