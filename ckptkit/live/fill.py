@@ -27,7 +27,7 @@ from ckptkit.checkpoint.read.reader import Staged, Wanted
 from ckptkit.checkpoint.workers import share_out
 from ckptkit.live.comparison import Filling, LoadOptions
 from ckptkit.live.state.parts import LiveTensor, boxes_here
-from ckptkit.live.state.ranks import Axes, copying_threads, current_world, group_along, wire
+from ckptkit.live.state.ranks import Axes, current_world, group_along, reading_threads, wire
 from ckptkit.live.state.tensors import (
     as_bits,
     bits_of,
@@ -98,7 +98,8 @@ def fill_boxes(
     threads: int | None,
 ) -> None:
     """Fill tensors with boxes of the arrays of some names, as `fill` does."""
-    options = LoadOptions(verify=verify, threads=reading_threads(checkpoint, threads))
+    threads = reading_threads(current_world(), checkpoint.store.abilities, threads)
+    options = LoadOptions(verify=verify, threads=threads)
     direct: list[NamedBox] = []
     staged: list[tuple[Array, Box, torch.Tensor]] = []
     for name, box, target in wanted:
@@ -109,15 +110,6 @@ def fill_boxes(
             staged.append((array, box, target))
     _reader(checkpoint, options, alone=False)(direct)
     _fill_by_torch(checkpoint, staged, options, alone=False)
-
-
-def reading_threads(checkpoint: Checkpoint, threads: int | None) -> int | None:
-    """How many threads read, where nobody says it: as many as copy. Where they wait for answers, as
-    many as the store likes, which None means.
-    """
-    if threads is None and not checkpoint.store.abilities.waits_for_answers:
-        return copying_threads(current_world())
-    return threads
 
 
 def _has_raw_elements(name: str, tensor: torch.Tensor, array: Array) -> bool:

@@ -22,7 +22,7 @@ from ckptkit.checkpoint.workers import uncollected
 from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.format.names import in_group
 from ckptkit.live.comparison import LoadOptions, Report, check_wrappers, compare, give_back
-from ckptkit.live.fill import by_sharing, fill, fill_once, reading_threads
+from ckptkit.live.fill import by_sharing, fill, fill_once
 from ckptkit.live.resume import hand_over
 from ckptkit.live.snapshot import take_snapshot, with_optimizers
 from ckptkit.live.state.extra import Extra
@@ -34,6 +34,7 @@ from ckptkit.live.state.ranks import (
     next_name,
     ranks_here,
     ranks_of,
+    reading_threads,
 )
 from ckptkit.live.state.tensors import devices_of, synchronize
 from ckptkit.live.state.trees import put_tensors
@@ -122,7 +123,7 @@ def load_into(
         check_wrappers(snapshot, match.objects)
         fillings, fresh = match.to_fill(checkpoint, snapshot)
         verify = options.verify and checkpoint.manifest.is_checked
-        threads = reading_threads(checkpoint, options.threads)
+        threads = reading_threads(world, checkpoint.store.abilities, options.threads)
         options = replace(options, verify=verify, threads=threads)
         topology, rest = snapshot.topology, fillings
         # Another stream may still compute what is now overwritten.

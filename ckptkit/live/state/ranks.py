@@ -32,6 +32,7 @@ from ckptkit.checkpoint.workers import copy_threads
 from ckptkit.errors import InvalidNameError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps, unpack
 from ckptkit.live.state.topology import Topology
+from ckptkit.storage import Abilities
 
 # Torch has called it so since 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -338,6 +339,15 @@ def copying_threads(world: World) -> int:
     all ranks of the machine, copying only gets slower.
     """
     return copy_threads(ranks_here(world))
+
+
+def reading_threads(world: World, can: Abilities, threads: int | None) -> int | None:
+    """How many read, where nobody says it: as many as copy. Where they wait for answers, as many as
+    the store likes, which None means.
+    """
+    if threads is None and not can.waits_for_answers:
+        return copying_threads(world)
+    return threads
 
 
 def ranks_here(world: World) -> int:
