@@ -72,6 +72,9 @@ class Ranks(ABC):
         Gives what is known of the first failure.
         """
 
+    def settle(self) -> None:  # noqa: B027 — most cannot be ended by another thread
+        """From here on nothing but rank 0's word counts: it is too late to cancel."""
+
     def forget(self) -> None:  # noqa: B027 — most leave nothing behind
         """Remove what was said, once no rank can ask for it any more."""
 

@@ -383,6 +383,10 @@ class Preemption:
             if self._requested and self._mode == "finish":
                 self._leave()
 
+    def finish(self) -> None:
+        """The loop is over, and asks no more: a signal ends the process after what is written."""
+        self._mode = "finish"
+
     def remove(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, self._before)

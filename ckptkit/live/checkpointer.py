@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial as bound
 from itertools import zip_longest
@@ -17,8 +17,15 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, failing_to
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Retention, Run
 from ckptkit.checkpoint.workers import Progress, uncollected
-from ckptkit.checkpoint.write.commit import go_past
-from ckptkit.errors import CkptkitError, FormatError, GivenUpError, PeerError, UsageError
+from ckptkit.checkpoint.write.commit import Damage, go_past, stamp
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptionError,
+    FormatError,
+    GivenUpError,
+    PeerError,
+    UsageError,
+)
 from ckptkit.format.names import pattern_list
 from ckptkit.live.background import Background, Preemption, Tiers
 from ckptkit.live.comparison import LoadOptions
@@ -249,10 +256,11 @@ class Checkpointer:
                     )
                 # What a rank passes may be wrong: nobody goes on alone.
                 ranks.wait()
-            damaged: list[tuple[StepFolder, Exception]] = []
+            damaged: list[Damage] = []
             for (number, place), then in zip_longest(candidates, candidates[1:]):
                 store, ranks = self._tiers.at(place), self._meeting("load", NOT_LOADED)
                 folder = StepFolder(store, step_name(number))
+                before = stamp(folder) if then is not None and self._world.rank == 0 else None
                 try:
                     restored = load_into(training, store, number, self._world, ranks, options)
                 except Exception as error:
@@ -264,7 +272,7 @@ class Checkpointer:
                     ranks = self._meeting("damage", NOT_LOADED)
                     if not ranks.agree(mine, lambda heard: True in heard and False not in heard):
                         raise
-                    damaged.append((folder, error))
+                    damaged.append((folder, before, error))
                     # The same step elsewhere loses nothing, an older one does.
                     log.log(
                         logging.WARNING if then[0] == number else logging.ERROR,
@@ -276,6 +284,7 @@ class Checkpointer:
                         error,
                     )
                 else:
+                    _check_whole(restored, damaged)
                     if self._world.rank == 0:
                         # Of the same step elsewhere nothing is lost, so nothing comes in its place.
                         passed = [each for each in damaged if each[0].name != folder.name]
@@ -328,6 +337,7 @@ class Checkpointer:
         with ExitStack() as after:
             # From the last: SIGTERM is listened to for as long as anything is being written.
             if self._preemption is not None:
+                self._preemption.finish()
                 after.callback(self._preemption.remove)
             after.callback(self._tiers.wait)
             after.callback(self._last.close)
@@ -403,6 +413,18 @@ class Checkpointer:
                 f"of {world.size}",
                 hint="make it after dist.init_process_group(…)",
             )
+
+
+def _check_whole(restored: Restored, damaged: Sequence[Damage]) -> None:
+    """With `partial`, what the step that was loaded lacks has to be as it was before."""
+    left = restored.report.missing + restored.report.reshaped
+    read = [folder for folder, _, error in damaged if isinstance(error, CorruptionError)]
+    if left and read:
+        raise CorruptionError(
+            f"step {restored.step} does not have {left[0]}, into which this damaged one was read",
+            where=str(read[0]),
+            hint="it has values of the damaged step now: make the objects anew, and pass step=",
+        )
 
 
 def save(  # noqa: PLR0913 — one keyword for each decision, all with defaults

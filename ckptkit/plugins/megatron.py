@@ -53,7 +53,7 @@ from ckptkit.checkpoint.places import Place, StepFolder, newest_first, step_name
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.write.commit import go_past
+from ckptkit.checkpoint.write.commit import go_past, stamp
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.megatron import COMMON, CONFIG
 from ckptkit.live.fill import fill_boxes
@@ -109,7 +109,11 @@ def load(
             return []
         return [None]
 
+    before: dict[int, bytes | None] = {}
+
     def filled(_: object, number: int | None) -> Any:
+        if fallback and number is not None and current_world().rank == 0:
+            before[number] = stamp(StepFolder(store, step_name(number)))
         strategy = LoadStrategy(store, step=number, verify=verify, threads=threads, timeout=timeout)
         return dist_checkpointing.load(sharded_state_dict, strategy.folder(), strategy, **options)
 
@@ -123,7 +127,7 @@ def load(
     number = candidates[len(damaged)]
     if number is not None and current_world().rank == 0:
         go_past(
-            [(StepFolder(store, step_name(each)), error) for each, error in damaged],
+            [(StepFolder(store, step_name(it)), before.get(it), error) for it, error in damaged],
             StepFolder(store, step_name(number)),
         )
     return loaded

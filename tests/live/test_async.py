@@ -18,6 +18,7 @@ from torch import nn
 
 import ckptkit
 from ckptkit.checkpoint import workers
+from ckptkit.checkpoint.write.commit import commit
 from ckptkit.checkpoint.write.pack import Pack
 from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import CkptkitError, PeerError, StorageError, UsageError
@@ -91,6 +92,32 @@ def test_a_save_that_is_cancelled_leaves_nothing(
         assert ("the save was cancelled" in said) is (rank not in by)
         assert left == ["step-0000000001"]
         assert steps == [1, 2]
+
+
+def cancelled_too_late(folder: str) -> bool:
+    """What `cancel` says on the other rank while the first one commits."""
+    committing = Path(folder).with_name("committing")
+
+    def late(*arguments: Any, **keywords: Any) -> None:
+        committing.touch()
+        time.sleep(0.5)
+        commit(*arguments, **keywords)
+
+    with (
+        patch("ckptkit.checkpoint.write.writer.commit", late),
+        Checkpointer(folder, timeout=30, asynchronous=True) as checkpointer,
+    ):
+        checkpointer.save(1, state=value(1))
+        while not committing.exists():
+            time.sleep(0.01)
+        given_up = dist.get_rank() == 1 and checkpointer.cancel()
+        checkpointer.wait()
+        return given_up
+
+
+def test_a_step_that_is_being_committed_is_cancelled_on_no_rank(gloo: Pool, tmp_path: Path) -> None:
+    assert gloo.run(2, cancelled_too_late, str(tmp_path / "run")) == [False, False]
+    assert ckptkit.Run(tmp_path / "run").steps() == [1]
 
 
 def test_only_what_is_under_way_can_be_cancelled(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +14,18 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptkit
-from ckptkit.errors import InvalidNameError, PeerError, UsageError
-from ckptkit.live import Checkpointer
+from ckptkit.checkpoint.places import step_name
+from ckptkit.errors import (
+    CorruptionError,
+    InvalidNameError,
+    PeerError,
+    StepExistsError,
+    UsageError,
+)
+from ckptkit.live import Checkpointer, save
+from ckptkit.live.restore import load_into
 from tests.live.pool import Pool
+from tests.live.test_tiers import damage, loaded, value
 
 
 def test_a_job_that_went_back_keeps_the_steps_it_saves_then(tmp_path: Path) -> None:
@@ -132,3 +143,34 @@ def test_what_ddp_does_not_keep_alike_is_never_mixed(gloo: Pool, tmp_path: Path)
     gloo.run(2, save_what_ddp_ignores, str(tmp_path))
     with ckptkit.open(tmp_path) as step:
         assert not step.read("model/own").any()  # the first rank's, all of it
+
+
+def test_what_another_job_saved_while_a_load_went_past_the_step_stays(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as saver:
+        for step in (1, 2):
+            saver.save(step, state=value(step))
+    damage(tmp_path, 2)
+
+    def slow(training: Any, store: Any, number: int, *rest: Any) -> Any:
+        if number == 1:
+            step = step_name(2)
+            store.delete([entry.key for entry in store.list(step)])
+            save(tmp_path, step=2, state=value(7))
+        return load_into(training, store, number, *rest)
+
+    with patch("ckptkit.live.checkpointer.load_into", slow), Checkpointer(tmp_path) as saver:
+        assert loaded(saver, fallback=True) == (1, 1.0)
+        with pytest.raises(StepExistsError):
+            saver.save(2, state=value(20))
+    with Checkpointer(tmp_path) as saver:
+        assert loaded(saver) == (2, 7.0)
+
+
+def test_values_of_a_damaged_step_never_stay_beside_those_of_an_older_one(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as saver:
+        saver.save(1, state={"s": {"x": torch.ones(300)}})
+        saver.save(2, state={"s": {"x": torch.ones(300), "y": torch.ones(300)}})
+    damage(tmp_path, 2)
+    state = {"s": {"x": torch.zeros(300), "y": torch.zeros(300)}}
+    with Checkpointer(tmp_path) as saver, pytest.raises(CorruptionError, match="does not have"):
+        saver.restore(state=state, partial=True, fallback=True)

@@ -52,20 +52,21 @@ def save_and_be_told_to_leave(location: Path) -> None:
         pytest.fail("the signal was not heard")
 
 
-def save_and_be_told_at_the_end(location: Path) -> None:
+def save_and_be_told_at_the_end(location: Path, mode: str) -> None:
     with (
         held_up() as go,
-        Checkpointer(location, on_sigterm="finish", asynchronous=True) as checkpointer,
+        Checkpointer(location, on_sigterm=mode, asynchronous=True) as checkpointer,
     ):
         checkpointer.save(1, state=value(1))
         threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
         threading.Timer(0.5, go.set).start()
 
 
-def test_a_save_that_the_end_waits_for_is_finished_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["finish", "save"])
+def test_a_save_that_the_end_waits_for_is_finished_too(tmp_path: Path, mode: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        save_and_be_told_at_the_end(tmp_path)
+        save_and_be_told_at_the_end(tmp_path, mode)
     assert ended.value.code == 143
     assert ckptkit.verify(tmp_path) == []
     assert signal.getsignal(signal.SIGTERM) == before

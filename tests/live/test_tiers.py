@@ -268,6 +268,25 @@ def test_a_step_that_is_damaged_in_both_places_is_saved_anew_in_both(
             assert loaded(checkpointer) == (2, 20.0)
 
 
+def test_a_manifest_that_is_damaged_in_the_other_place_is_written_anew(
+    places: tuple[Path, Path],
+) -> None:
+    local, kept = places
+    with Checkpointer(kept, local=local) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state=value(step))
+    manifest = kept / "step-0000000002" / MANIFEST
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 1
+    manifest.write_bytes(data)
+    with Checkpointer(kept, local=local) as checkpointer:
+        assert loaded(checkpointer, fallback=True) == (2, 2.0)
+        checkpointer.save(3, state=value(3))
+    for place in places:
+        assert not ckptkit.verify(place)
+        assert ckptkit.Run(place).steps() == [1, 2, 3]
+
+
 @pytest.mark.parametrize("nearer", [False, True], ids=["in one place", "in two"])
 def test_a_step_that_was_asked_for_and_is_damaged_makes_way_to_the_one_before_it(
     places: tuple[Path, Path], nearer: bool

@@ -64,6 +64,16 @@ def test_all_ranks_fall_back_to_the_step_before_a_damaged_one(gloo: Pool, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("rows", [6, 10])
+def test_a_tensor_of_another_shape_in_the_step_before_is_refused(tmp_path: Path, rows: int) -> None:
+    save({"model": {"w": torch.ones(rows, 4)}}, storage_writer=Writer(tmp_path, step=1))
+    save({"model": {"w": torch.ones(8, 4)}}, storage_writer=Writer(tmp_path, step=2))
+    damage(tmp_path / "step-0000000002", b"model/w")
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        load({"model": {"w": torch.zeros(8, 4)}}, storage_reader=Reader(tmp_path, fallback=True))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_a_process_that_saves_knows_what_the_job_went_past(tmp_path: Path) -> None:
     for step in (1, 2):
         save({"w": torch.ones(8)}, storage_writer=Writer(tmp_path, step=step))

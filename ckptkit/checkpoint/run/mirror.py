@@ -40,6 +40,7 @@ from ckptkit.checkpoint.write.commit import (
     committed_save_id,
     discard,
     is_gone_past,
+    is_unreadable,
     tell_commit,
 )
 from ckptkit.errors import (
@@ -373,13 +374,13 @@ class _Copying:
         self._sources = OpenPacks(self.source, self._manifest)
         self._tables = ArrayTables()
         self._found: dict[int, PackRecord] = {}
-        self._options = options
+        self._progress, self._replaces = options.progress, options.overwrite
 
     def is_there(self) -> bool:
-        """Whether the target has this very save; StepExistsError where it has another."""
+        """Whether the target has this very save; StepExistsError where it has another sound one."""
         there = committed_save_id(self.target)
-        may_replace = self._options.overwrite or is_gone_past(self.target)
-        if there in (None, self.save_id) or may_replace:
+        self._replaces |= is_gone_past(self.target) or is_unreadable(self.target)
+        if there in (None, self.save_id) or self._replaces:
             return there == self.save_id
         raise StepExistsError(
             "another save of this step is there already",
@@ -436,7 +437,7 @@ class _Copying:
         # In a file system what was cut off can be seen, and have its full size already.
         if not store.abilities.claims_names and stored_size(store, key) == info.size:
             return 0
-        where, progress = self._sources.where(pack), self._options.progress
+        where, progress = self._sources.where(pack), self._progress
         with self._reading(where):
             if info.record is None:
                 known = PackBytes.of_groups([found.record for found in self._records()])
@@ -493,7 +494,7 @@ class _Copying:
                 what = f"{info.size} bytes were sent, {size or 'none'} have arrived"
                 raise StorageError(what, where=described(store, key))
         try:
-            commit(self.target, self._manifest, overwrite=self._options.overwrite)
+            commit(self.target, self._manifest, overwrite=self._replaces)
         except StepExistsError:
             discard(self.target, self.save_id)
             raise

@@ -25,10 +25,11 @@ everywhere of two jobs that overwrite one step.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -70,33 +71,57 @@ def refuse_committed(folder: StepFolder) -> None:
         raise _exists(folder)
 
 
-# Damaged steps that loads of this process went past: where each is, and the save id of what is
-# there, or None where its manifest cannot be read.
-GONE_PAST: dict[str, str | None] = {}
+Damage: TypeAlias = tuple[StepFolder, bytes | None, Exception]
+"""A step, the stamp that it had before it was read, and what was wrong with it."""
+
+# Damaged steps that loads of this process went past: where each is, and its stamp.
+GONE_PAST: dict[str, bytes] = {}
 
 
-def go_past(damaged: Iterable[tuple[StepFolder, Exception]], loaded: StepFolder) -> None:
-    """A load found these steps damaged, in the way that is said, and took another one instead. The
-    job comes to their numbers again, and what this process saves then takes their place. Without
-    that the job would end there, again after each start.
+def stamp(folder: StepFolder) -> bytes | None:
+    """What tells a save from any other of the same step: the digest of its manifest; None where
+    there is none that can be read from the store.
+    """
+    try:
+        data = manifest_bytes(folder)
+    except (CkptkitError, MemoryError):
+        return None
+    return hashlib.sha256(data).digest() if data else None
 
-    Only a step whose bytes are not what was written makes way: not one that another version wrote,
-    or that was renamed.
+
+def go_past(damaged: Iterable[Damage], loaded: StepFolder) -> None:
+    """A load found these steps damaged, and took another one instead. The job comes to their
+    numbers again, and what this process saves then takes their place. Without that the job would
+    end there, again after each start.
+
+    Only a step whose bytes are not what was written makes way, and only while it is that very one:
+    not one that another version wrote, that was renamed, or that was saved or mended since.
     """
     GONE_PAST.pop(_place(loaded), None)
-    for folder, error in damaged:
+    for folder, before, error in damaged:
         # The load went well. A step that cannot be looked at now stays.
         with suppress(CkptkitError, MemoryError):
-            save_id = committed_save_id(folder)
-            is_unreadable = save_id is None and not isinstance(error, VersionError)
-            if is_unreadable or isinstance(error, CorruptionError):
-                GONE_PAST[_place(folder)] = save_id
+            is_damaged = isinstance(error, CorruptionError) or is_unreadable(folder)
+            if is_damaged and before is not None and before == stamp(folder):
+                GONE_PAST[_place(folder)] = before
 
 
 def is_gone_past(folder: StepFolder) -> bool:
     """Whether the step is still the damaged one that a load went past: a later save stays."""
     place = _place(folder)
-    return place in GONE_PAST and committed_save_id(folder) == GONE_PAST[place]
+    return place in GONE_PAST and stamp(folder) == GONE_PAST[place]
+
+
+def is_unreadable(folder: StepFolder) -> bool:
+    """Whether the step has a manifest that no version can read."""
+    try:
+        if data := manifest_bytes(folder):
+            Manifest.from_bytes(data, folder.where(MANIFEST))
+    except VersionError:
+        return False
+    except FormatError:
+        return True
+    return False
 
 
 def _place(folder: StepFolder) -> str:

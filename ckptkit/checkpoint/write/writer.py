@@ -330,7 +330,8 @@ class Writer:
                     discard(folder, save_id, pack_name(ranks.rank))
                 raise
 
-            # Commit.
+            # Commit: from here on rank 0 alone decides.
+            ranks.settle()
             if ranks.rank == 0:
                 self._gather_and_commit(save_id, sizes)
             tell_commit(ranks, folder, save_id)

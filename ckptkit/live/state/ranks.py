@@ -148,12 +148,17 @@ class StoreRanks(Ranks):
         self._shares = 0
         self._meetings = 0
         self._cancelled: Failure | None = None
+        self._is_settled = False
 
     def cancel(self, problem: str) -> None:
         """From another thread: end the meeting that this rank waits for, or the next one. What
         rank 0 says is not waited for any longer either, although it may still say it.
         """
-        self._cancelled = Failure.of(self.rank, problem)
+        if not self._is_settled:
+            self._cancelled = Failure.of(self.rank, problem)
+
+    def settle(self) -> None:
+        self._is_settled, self._cancelled = True, None
 
     def leave(self, problem: BaseException | str) -> Failure:
         own = Failure.of(self.rank, problem)

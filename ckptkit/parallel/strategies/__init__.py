@@ -102,6 +102,7 @@ def _spread(model: nn.Module, job: SpreadJob) -> Distributed:
     model is cut.
     """
     strategy, options = job.strategy, job.options
+    _take_off_autocast(model)
     tp, pp = size_of(strategy, "tp"), size_of(strategy, "pp")
     styles = styles_of(model, tp, options) if tp > 1 else {}
 
@@ -290,6 +291,16 @@ def _in_autocast(
     """
     with torch.autocast(device, precision):
         return forward(*inputs, **named)
+
+
+def _take_off_autocast(model: nn.Module) -> None:
+    """A model that is spread anew, or a copy of one, computes as it is told now."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func is _in_autocast:
+            del vars(module)["forward"]
+            if module.forward != forward.args[-1]:  # somebody else's
+                vars(module)["forward"] = forward.args[-1]
 
 
 def _optimizer_of(modules: Sequence[nn.Module], job: SpreadJob) -> Optimizer | None:

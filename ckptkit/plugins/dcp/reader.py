@@ -30,8 +30,15 @@ from ckptkit.checkpoint.places import Place, StepFolder, newest_first, step_name
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Failure, failing_together
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.write.commit import go_past
-from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError, PeerError
+from ckptkit.checkpoint.write.commit import Damage, go_past, stamp
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptionError,
+    FormatError,
+    LayoutError,
+    NotFoundError,
+    PeerError,
+)
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path
 from ckptkit.format.names import MODEL, OPTIMIZER
 from ckptkit.live.fill import fill_boxes
@@ -82,7 +89,7 @@ class DcpReader(StorageReader):
         self._timeout = timeout
         self._rank = 0
         self._keys: Keys | None = None
-        self._damaged: list[tuple[StepFolder, Exception]] = []
+        self._damaged: list[Damage] = []
 
     @property
     def step(self) -> int | None:
@@ -155,7 +162,8 @@ class DcpReader(StorageReader):
             found: list[tuple[int, Exception]] = []
             keys = first_sound(places, lambda _, number: Keys(Run(store).open(number)), found)
             # Once a step is loaded, a save may take their place.
-            self._damaged += [(StepFolder(store, step_name(number)), e) for number, e in found]
+            folders = [StepFolder(store, step_name(number)) for number, _ in found]
+            self._damaged += [(at, stamp(at), e) for at, (_, e) in zip(folders, found, strict=True)]
             return keys
         if below is not None:
             raise NotFoundError("no step before it", where=str(self._target))
@@ -169,6 +177,7 @@ class DcpReader(StorageReader):
         with failing_together(ranks):
             while True:
                 problem: CkptkitError | None = None
+                before = stamp(keys.checkpoint.folder) if ranks.rank == 0 else None
                 try:
                     keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
                 except FormatError as error:
@@ -185,7 +194,7 @@ class DcpReader(StorageReader):
                 log.error("step %d is damaged in %s: %s", at.step, at.location, first)
                 at.close()
                 kind = CorruptionError if first.kind == "CorruptionError" else FormatError
-                self._damaged.append((at.folder, first.error(NOT_LOADED, kind)))
+                self._damaged.append((at.folder, before, first.error(NOT_LOADED, kind)))
                 try:
                     older = self._found(below=at.step)
                 except NotFoundError:
@@ -193,6 +202,7 @@ class DcpReader(StorageReader):
                 number = ranks.share(partial(getattr, older.checkpoint, "step"))
                 if number != older.checkpoint.step:
                     older = Keys(Run(self._target.store()).open(number))
+                older.check_alike(plan.items, keys)
                 keys = older
 
 
@@ -267,6 +277,22 @@ class Keys:
         """The array that a key stands for; None where there is none."""
         found = self.find(fqn)
         return None if found is None else self._arrays.get(found)
+
+    def check_alike(self, items: Sequence[ReadItem], planned: Keys) -> None:
+        """Refuse a plan that was made for another step, where that has tensors of other shapes: of
+        those here it would fill a part, or nothing.
+        """
+        for fqn in dict.fromkeys(item.storage_index.fqn for item in items):
+            shapes = [
+                None if (array := keys.array(fqn)) is None else keys.checkpoint.info(array).shape
+                for keys in (planned, self)
+            ]
+            if shapes[0] != shapes[1]:
+                raise LayoutError(
+                    f"Size mismatch: {shapes[1]} in this step, {shapes[0]} in the damaged one",
+                    where=f"{self}: {fqn}",
+                    hint="load it into objects that are made for it: Reader(run, step=…)",
+                )
 
     def described(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
         """What DCP wants to know of a key: a tensor is told as one chunk, of which any box is

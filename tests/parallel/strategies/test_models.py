@@ -248,6 +248,13 @@ def test_a_copy_of_a_model_in_half_precision_has_weights_of_its_own() -> None:
         assert list(inspect.signature(made.forward).parameters) == ["input"]
 
 
+def test_a_model_that_is_spread_anew_computes_as_it_is_told_then() -> None:
+    model = as_distributed(nn.Linear(3, 3), "single", mixed_precision="bf16").model
+    again = as_distributed(copy.deepcopy(model), "single").model
+    assert again(torch.ones(1, 3)).dtype == torch.float32
+    assert model(torch.ones(1, 3)).dtype == torch.bfloat16
+
+
 def uneven() -> list[tuple[int, ...]]:
     """What a rank has of layers that three ranks cannot share evenly."""
     made = as_distributed(Layered(4, 5), "fsdp", group_below=200, optimizer=torch.optim.SGD)
