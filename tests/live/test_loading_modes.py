@@ -28,9 +28,9 @@ from ckptkit.live import (
     fill,
     load,
     load_state,
-    restore,
     save,
 )
+from ckptkit.live.state import ranks
 from ckptkit.storage.base.buffers import PAGE, address_of
 from tests.live.pool import Pool
 
@@ -169,7 +169,7 @@ def test_what_goes_through_memory_is_read_by_several_threads(tmp_path: Path) -> 
     with (
         patch.object(fill, "_RUN_BYTES", 300),
         patch.object(fill, "_BYTES_PER_THREAD", 100),
-        patch.object(restore, "copying_threads", lambda _: 3),
+        patch.object(ranks, "copying_threads", lambda _: 3),
         patch.object(ReadPlan, "stage", together),
     ):
         load(tmp_path, state={"s": found}, cast=True)
@@ -326,7 +326,7 @@ def test_what_torch_has_to_copy_goes_through_bounded_memory(tmp_path: Path) -> N
         patch.object(fill, "_RUN_BYTES", 3000),
         patch.object(fill, "_BYTES_PER_THREAD", 100),
         patch.object(fill, "_STAGING_BYTES", 2 * (3000 + PAGE)),
-        patch.object(restore, "copying_threads", lambda _: 4),
+        patch.object(ranks, "copying_threads", lambda _: 4),
         patch.object(ReadPlan, "stage", counted),
     ):
         load(tmp_path, state={"s": found}, cast=True)
