@@ -379,7 +379,7 @@ class _Copying:
     def is_there(self) -> bool:
         """Whether the target has this very save; StepExistsError where it has another sound one."""
         there = committed_save_id(self.target)
-        self._replaces |= is_gone_past(self.target) or is_unreadable(self.target)
+        self._replaces |= is_unreadable(self.target) if there is None else is_gone_past(self.target)
         if there in (None, self.save_id) or self._replaces:
             return there == self.save_id
         raise StepExistsError(
