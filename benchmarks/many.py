@@ -41,10 +41,10 @@ _PEER_ONCE = 50_000
 # Up to here all takes a moment, and a moment's noise is much of it.
 _SHORT, _OFTEN = 5_000, 5
 _LEAST_SECONDS = 0.01
-_NOTE = f"""Over few: over the same bytes as {_FEW} arrays, DCP apart. A job's first save is one
-sample, all else medians. *load* is `ckptkit.live.load`, which remembers nothing; *restore* is that
-of the Checkpointer that saved. CPU is that of all ranks, over few. With {_PEER_ONCE:,} arrays and
-more, where it takes minutes, DCP saves and loads once."""
+_NOTE = f"""Over few: over the same bytes as {_FEW} arrays, DCP apart. A first save is that of a job
+that has just begun, another job each turn. All are medians. *load* is `ckptkit.live.load`, which
+remembers nothing; *restore* is that of the Checkpointer that saved. CPU is that of all ranks, over
+few. With {_PEER_ONCE:,} arrays and more, where it takes minutes, DCP saves and loads once."""
 
 
 def many(folder: Path, repeat: int, counts: tuple[int, ...] = COUNTS) -> Section:
@@ -127,6 +127,9 @@ def _in_job(folder: Path, tensors: list[Tensor], repeat: int, peer: int) -> Meas
     """What two ranks do, and what is done with their step; so often what the peer does."""
     found = Measured()
     savers = (("ckptkit", "later save"), ("DCP", "DCP save"))
+    for _ in range(repeat - 1):
+        with Job(folder, ["fsdp"], 2, tensors) as job:
+            found.add("first save", job.ask("ckptkit", "save"))
     with Job(folder, ["fsdp"], 2, tensors) as job:
         found.add("first save", job.ask("ckptkit", "save"))
         for turn in range(repeat):
