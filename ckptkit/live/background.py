@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -21,11 +21,17 @@ from weakref import WeakSet
 
 from torch._C._distributed_c10d import PrefixStore
 
-from ckptkit.checkpoint.places import Place, newest_first, store_at
+from ckptkit.checkpoint.places import Place, StepFolder, newest_first, store_at
 from ckptkit.checkpoint.ranks import Failure, Ranks, in_one_line
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
 from ckptkit.checkpoint.run.run import Retention, Run, prune
 from ckptkit.checkpoint.workers import look_until
+from ckptkit.checkpoint.write.commit import (
+    Damage,
+    go_past,
+    read_gone_past,
+    write_down_gone_past,
+)
 from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.live.state.ranks import World
 from ckptkit.storage import Store
@@ -84,6 +90,8 @@ class Tiers:
             return None
         if not self._has_looked:
             self._mirror.look(ranks)
+            if self._is_first:
+                read_gone_past(self.target)
             self._has_looked = True
 
         def newest() -> tuple[int, bytes] | None:
@@ -129,6 +137,15 @@ class Tiers:
             return [] if newest is None else [(newest, REMOTE)]
         steps = newest_first(run.steps() if fallback else [], step)
         return [(number, REMOTE) for number in steps]
+
+    def go_past(self, damaged: Sequence[Damage], loaded: StepFolder) -> None:
+        """A load took this step, as these are damaged: see `commit.go_past`."""
+        if not self._is_first:
+            return
+        # Of the same step elsewhere nothing is lost, so nothing comes in its place.
+        go_past([each for each in damaged if each[0].name != loaded.name], loaded)
+        if self._mirror is not None:
+            write_down_gone_past(self.target)
 
     def raise_failed(self, said: tuple[int, bytes] | None) -> None:
         """Raise on all ranks what rank 0 said in `meet`. The others wait for the end of that round:

@@ -7,21 +7,19 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial as bound
-from itertools import zip_longest
 from typing import Self, Unpack
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.places import Place, StepFolder, step_name, store_at
+from ckptkit.checkpoint.places import Place, StepFolder, step_name, step_number, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, failing_together
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Retention, Run
 from ckptkit.checkpoint.workers import Progress, uncollected
-from ckptkit.checkpoint.write.commit import Damage, go_past, stamp
+from ckptkit.checkpoint.write.commit import Damage
 from ckptkit.errors import (
     CkptkitError,
     CorruptionError,
-    FormatError,
     GivenUpError,
     PeerError,
     UsageError,
@@ -30,7 +28,7 @@ from ckptkit.format.names import pattern_list
 from ckptkit.live.background import Background, Preemption, Tiers
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.last_save import LastSave
-from ckptkit.live.restore import NOT_LOADED, Restored, load_into
+from ckptkit.live.restore import NOT_LOADED, Restored, first_sound, load_into, raise_alike
 from ckptkit.live.save import PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, current_world, next_name, ranks_of
@@ -256,41 +254,26 @@ class Checkpointer:
                     )
                 # What a rank passes may be wrong: nobody goes on alone.
                 ranks.wait()
-            damaged: list[Damage] = []
-            for (number, place), then in zip_longest(candidates, candidates[1:]):
-                store, ranks = self._tiers.at(place), self._meeting("load", NOT_LOADED)
-                folder = StepFolder(store, step_name(number))
-                before = stamp(folder) if then is not None and self._world.rank == 0 else None
-                try:
-                    restored = load_into(training, store, number, self._world, ranks, options)
-                except Exception as error:
-                    if then is None:
-                        raise
-                    # Whether that was damage, one answer for all. A rank that only knows that
-                    # others did not come has no reason of its own.
-                    mine = None if isinstance(error, PeerError) else isinstance(error, FormatError)
-                    ranks = self._meeting("damage", NOT_LOADED)
-                    if not ranks.agree(mine, lambda heard: True in heard and False not in heard):
-                        raise
-                    damaged.append((folder, before, error))
-                    # The same step elsewhere loses nothing, an older one does.
-                    log.log(
-                        logging.WARNING if then[0] == number else logging.ERROR,
-                        "step %d is damaged in %s, trying step %d in %s: %s",
-                        number,
-                        store.location,
-                        then[0],
-                        self._tiers.at(then[1]).location,
-                        error,
-                    )
-                else:
-                    _check_whole(restored, damaged)
-                    if self._world.rank == 0:
-                        # Of the same step elsewhere nothing is lost, so nothing comes in its place.
-                        passed = [each for each in damaged if each[0].name != folder.name]
-                        go_past(passed, folder)
-                    return restored
-            return None
+            steps = [StepFolder(self._tiers.at(at), step_name(number)) for number, at in candidates]
+
+            restored, damaged = None, list[Damage]()
+            for folder, block in first_sound(steps, damaged, is_first=self._world.rank == 0):
+                with block:
+                    ranks, number = self._meeting("load", NOT_LOADED), step_number(folder.name)
+                    try:
+                        restored = load_into(
+                            training, folder.store, number, self._world, ranks, options
+                        )
+                    except Exception as error:
+                        # With nothing to go back to there is nothing to agree on.
+                        if folder is steps[-1]:
+                            raise
+                        raise_alike(self._meeting("damage", NOT_LOADED), error)
+                    break
+            if restored is not None:
+                _check_whole(restored, damaged)
+                self._tiers.go_past(damaged, steps[len(damaged)])
+            return restored
 
     def keep(self, steps: Iterable[int]) -> None:
         """Keep these steps, such as the best so far, besides those that `keep_last` and

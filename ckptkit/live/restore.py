@@ -6,20 +6,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial as bound
 from itertools import zip_longest
-from typing import Any, TypeVar, Unpack
+from typing import Unpack
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.places import Place, StepFolder, decoded_manifest, store_at, stored_manifest
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
+from ckptkit.checkpoint.places import (
+    Place,
+    StepFolder,
+    decoded_manifest,
+    step_number,
+    store_at,
+    stored_manifest,
+)
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Failure, Ranks, failing_together
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_alike, open_foreign
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.workers import uncollected
-from ckptkit.errors import FormatError, NotFoundError
+from ckptkit.checkpoint.write.commit import Damage, stamp
+from ckptkit.errors import CorruptionError, FormatError, NotFoundError, PeerError
 from ckptkit.format.names import in_group
 from ckptkit.live.comparison import LoadOptions, Report, check_wrappers, compare, give_back
 from ckptkit.live.fill import by_sharing, fill, fill_once
@@ -42,7 +51,6 @@ from ckptkit.live.wrappers.training import Training, TrainingObjects
 from ckptkit.model.document import size_text
 from ckptkit.storage import Options, Store
 
-Found = TypeVar("Found")
 log = logging.getLogger("ckptkit.live")
 
 NOT_LOADED = "the step was not loaded"
@@ -183,24 +191,59 @@ def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
 
 
 def first_sound(
-    steps: Sequence[tuple[object, int | None]],
-    load: Callable[[Any, int | None], Found],
-    damaged: list[tuple[int, Exception]] | None = None,
-) -> Found:
-    """What a load gives of the first of some steps, told by their runs and numbers, that is not
-    damaged. What is wrong with the others is in the log, and is added to `damaged`. Where ranks
-    load together, they tell each other what is damaged, so all of them go on alike.
+    steps: Sequence[StepFolder], damaged: list[Damage], *, is_first: bool = False
+) -> Iterator[tuple[StepFolder, AbstractContextManager[None]]]:
+    """Some steps in turn, each with a block to load it in, which ends the loop. Of a damaged step
+    it does not: what is wrong is in the log and in `damaged`, and the next one comes. Of the last
+    one the block raises.
+
+    Where ranks load together, they have to find damage alike: see `raise_alike`. One of them
+    `is_first`, and finds out which save it is that is damaged.
     """
     for here, then in zip_longest(steps, steps[1:]):
-        try:
-            return load(*here)
-        except FormatError as error:
-            if then is None or here[1] is None:
-                raise
-            if damaged is not None:
-                damaged.append((here[1], error))
-            log.error(
-                "step %s is damaged in %s, trying step %s in %s: %s",
-                *(here[1], here[0], then[1], then[0], error),
-            )
-    raise ValueError("no step to load from")
+        yield here, _loading(here, then, damaged, is_first=is_first)
+
+
+@contextmanager
+def _loading(
+    here: StepFolder, then: StepFolder | None, damaged: list[Damage], *, is_first: bool
+) -> Iterator[None]:
+    before = stamp(here) if is_first and then is not None else None
+    try:
+        yield
+    except FormatError as error:
+        if then is None:
+            raise
+        damaged.append((here, before, error))
+        # The same step elsewhere loses nothing, an older one does.
+        level = logging.WARNING if then.name == here.name else logging.ERROR
+        places = [(step_number(at.name), at.store.location) for at in (here, then)]
+        what = "step %s is damaged in %s, trying step %s in %s: %s"
+        log.log(level, what, *places[0], *places[1], error)
+
+
+def raise_alike(ranks: Ranks, error: Exception | None) -> None:
+    """All ranks say what their loads raised. Where ranks found damage and none anything else, all
+    raise that, and go back alike; otherwise each its own.
+    """
+    told = None
+    # A rank that only knows that others did not come has no reason of its own.
+    if error is not None and not isinstance(error, PeerError):
+        told = isinstance(error, FormatError), Failure.of(ranks.rank, error).said()
+    found: bytes | None = ranks.agree(told, _damage_of)
+    if found is not None:
+        first = Failure.heard(found)
+        kind = CorruptionError if first.kind == CorruptionError.__name__ else FormatError
+        if not isinstance(error, kind):
+            raise first.error(NOT_LOADED, kind) from error
+    if error is not None:
+        raise error
+
+
+def _damage_of(told: Sequence[tuple[bool, bytes] | None]) -> bytes | None:
+    problems = list(filter(None, told))
+    if not all(is_damage for is_damage, _ in problems):
+        return None
+    said = [said for _, said in problems]
+    bytes_differ = (each for each in said if Failure.heard(each).kind == CorruptionError.__name__)
+    return next(bytes_differ, said[0] if said else None)

@@ -25,6 +25,7 @@ from ckptkit.checkpoint.places import StepFolder, manifest_size, step_name, stor
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.run.run import Run
+from ckptkit.checkpoint.write.commit import Damage
 from ckptkit.errors import FormatError, NotFoundError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import OPTIMIZER
 from ckptkit.format.objects import Replicated
@@ -181,12 +182,14 @@ class PathRuns:
         options = self._loading if strict else {**self._loading, "partial": True}
         options = {key: value for key, value in options.items() if key != "fallback"}
 
-        def fill(run: str, step: int | None) -> Restored | None:
-            return self._at(run).restore(step=step, **options, **objects)
-
-        if target.steps:
-            restored = first_sound(target.steps, fill)
-        else:
+        restored: Restored | None = None
+        steps = {StepFolder(self._store(run), step_name(it)): (run, it) for run, it in target.steps}
+        for at, block in first_sound([*steps], []):
+            run, step = steps[at]
+            with block:
+                restored = self._at(run).restore(step=step, **options, **objects)
+                break
+        if not steps:
             restored = load(self._store(target.location), **options, **objects)
         if restored and not restored.report.is_exact and current_world().rank == 0:
             log.warning("%s is not all that it was loaded into: %s", path, restored.report)
@@ -307,16 +310,17 @@ class PathRuns:
             )
             steps += [(run, each) for each, run in sorted(older, reverse=True) if each <= step]
             steps = list(dict.fromkeys(steps))
+        places = {
+            StepFolder(self._store(run), step_name(each)): f"{run}/{step_name(each)}"
+            for run, each in steps
+        } or {StepFolder(below): place}
 
-        def look(run: str, step: int | None) -> PathTarget:
-            at = run if step is None else f"{run}/{step_name(step)}"
-            with open_checkpoint(self._store(at)) as checkpoint:
-                groups = {it.name.partition("/")[0] for it in checkpoint.manifest.objects}
-            sound = [] if step is None else steps[steps.index((run, step)) :]
-            return PathTarget(at, sound, sorted(groups))
-
-        places: list[tuple[str, int | None]] = [*steps]
-        return first_sound(places or [(place, None)], look)
+        groups, damaged = list[str](), list[Damage]()
+        for at, block in first_sound([*places], damaged):
+            with block, open_checkpoint(self._store(places[at])) as checkpoint:
+                groups = sorted({it.name.partition("/")[0] for it in checkpoint.manifest.objects})
+                break
+        return PathTarget([*places.values()][len(damaged)], steps[len(damaged) :], groups)
 
     def _folder(self, path: str) -> tuple[Store, str]:
         """The store of the folder that a path is in, and the name there."""

@@ -49,11 +49,18 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-from ckptkit.checkpoint.places import Place, StepFolder, newest_first, step_name, store_at
+from ckptkit.checkpoint.places import (
+    Place,
+    StepFolder,
+    newest_first,
+    step_name,
+    step_number,
+    store_at,
+)
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.write.commit import go_past, stamp
+from ckptkit.checkpoint.write.commit import Damage, go_past
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.megatron import COMMON, CONFIG
 from ckptkit.live.fill import fill_boxes
@@ -109,28 +116,26 @@ def load(
             return []
         return [None]
 
-    before: dict[int, bytes | None] = {}
-
-    def filled(_: object, number: int | None) -> Any:
-        if fallback and number is not None and current_world().rank == 0:
-            before[number] = stamp(StepFolder(store, step_name(number)))
-        strategy = LoadStrategy(store, step=number, verify=verify, threads=threads, timeout=timeout)
-        return dist_checkpointing.load(sharded_state_dict, strategy.folder(), strategy, **options)
-
     with meeting(current_world(), "steps", timeout, NOT_LOADED) as ranks:
         candidates = ranks.share(found)
-    if not candidates:
-        return None
-    damaged: list[tuple[int, Exception]] = []
-    places = [(store.location, number) for number in candidates]
-    loaded = first_sound(places, filled, damaged)
-    number = candidates[len(damaged)]
-    if number is not None and current_world().rank == 0:
-        go_past(
-            [(StepFolder(store, step_name(it)), before.get(it), error) for it, error in damaged],
-            StepFolder(store, step_name(number)),
-        )
-    return loaded
+    steps = [StepFolder(store, "" if it is None else step_name(it)) for it in candidates]
+    is_first = current_world().rank == 0
+    damaged: list[Damage] = []
+    for folder, block in first_sound(steps, damaged, is_first=is_first):
+        with block:
+            strategy = LoadStrategy(
+                store,
+                step=step_number(folder.name),
+                verify=verify,
+                threads=threads,
+                timeout=timeout,
+            )
+            made = strategy.folder()
+            loaded = dist_checkpointing.load(sharded_state_dict, made, strategy, **options)
+            if is_first:
+                go_past(damaged, folder)
+            return loaded
+    return None
 
 
 class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]

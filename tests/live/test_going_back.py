@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,17 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptkit
 from ckptkit.checkpoint.places import step_name
+from ckptkit.checkpoint.write.commit import GONE_PAST
 from ckptkit.errors import (
     CorruptionError,
     InvalidNameError,
     PeerError,
     StepExistsError,
+    StorageError,
     UsageError,
 )
 from ckptkit.live import Checkpointer, save
 from ckptkit.live.restore import load_into
 from tests.live.pool import Pool
-from tests.live.test_tiers import damage, loaded, value
+from tests.live.test_tiers import damage, loaded, refusing, value
 
 
 def test_a_job_that_went_back_keeps_the_steps_it_saves_then(tmp_path: Path) -> None:
@@ -164,6 +167,35 @@ def test_what_another_job_saved_while_a_load_went_past_the_step_stays(tmp_path: 
             saver.save(2, state=value(20))
     with Checkpointer(tmp_path) as saver:
         assert loaded(saver) == (2, 7.0)
+
+
+def test_the_next_job_replaces_a_damaged_step_that_the_last_one_went_past(tmp_path: Path) -> None:
+    local, kept = tmp_path / "local", tmp_path / "kept"
+    with Checkpointer(kept, local=local) as saver:
+        for step in (1, 2):
+            saver.save(step, state=value(step))
+    shutil.rmtree(local)
+    damage(kept, 2)
+    saver = Checkpointer(kept, local=local)
+    with refusing(0):
+        assert loaded(saver, fallback=True) == (1, 1.0)
+        saver.save(2, state=value(20))
+        with pytest.raises(StorageError):
+            saver.close()
+    with patch.dict(GONE_PAST, clear=True), Checkpointer(kept, local=local) as saver:
+        assert loaded(saver) == (2, 20.0)
+    with Checkpointer(kept, local=tmp_path / "fresh") as saver:
+        assert loaded(saver) == (2, 20.0)
+
+
+@pytest.mark.parametrize("told", [b"", b"[1]", b'{"x": 1}', b'{"x": "no digest"}', b"\xff"])
+def test_what_the_last_job_wrote_down_may_be_damaged(tmp_path: Path, told: bytes) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "gone-past.json").write_bytes(told)
+    with Checkpointer(tmp_path / "kept", local=local) as saver:
+        saver.save(1, state=value(1))
+        assert loaded(saver, fallback=True) == (1, 1.0)
 
 
 def test_values_of_a_damaged_step_never_stay_beside_those_of_an_older_one(tmp_path: Path) -> None:

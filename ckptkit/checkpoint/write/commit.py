@@ -26,6 +26,7 @@ everywhere of two jobs that overwrite one step.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -49,6 +50,7 @@ from ckptkit.errors import (
     CkptkitError,
     CorruptionError,
     FormatError,
+    NotFoundError,
     PeerError,
     StepExistsError,
     VersionError,
@@ -60,6 +62,7 @@ from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, Record, pack_name
 from ckptkit.format.names import DATA_RANK, groups_of
 from ckptkit.format.objects import ObjectInfo
+from ckptkit.storage import Store
 
 
 def refuse_committed(folder: StepFolder) -> None:
@@ -76,6 +79,7 @@ Damage: TypeAlias = tuple[StepFolder, bytes | None, Exception]
 
 # Damaged steps that loads of this process went past: where each is, and its stamp.
 GONE_PAST: dict[str, bytes] = {}
+_GONE_PAST = "gone-past.json"
 
 
 def stamp(folder: StepFolder) -> bytes | None:
@@ -110,6 +114,23 @@ def is_gone_past(folder: StepFolder) -> bool:
     """Whether the step is still the damaged one that a load went past: a later save stays."""
     place = _place(folder)
     return place in GONE_PAST and stamp(folder) == GONE_PAST[place]
+
+
+def write_down_gone_past(store: Store) -> None:
+    """For the next job, beside steps that wait there to be copied: this one may end before what it
+    saves in the place of a damaged step is in the other place too.
+    """
+    told = {place: digest.hex() for place, digest in GONE_PAST.items()}
+    if told or _GONE_PAST in store.children(""):
+        store.put(_GONE_PAST, json.dumps(told).encode())
+
+
+def read_gone_past(store: Store) -> None:
+    """Go on from what the last job wrote down; what cannot be read says nothing."""
+    with suppress(NotFoundError, FormatError, ValueError, AttributeError, TypeError):
+        told = json.loads(store.read_whole(_GONE_PAST, MAX_DOCUMENT_BYTES))
+        for place, digest in told.items():
+            GONE_PAST.setdefault(place, bytes.fromhex(digest))
 
 
 def is_unreadable(folder: StepFolder) -> bool:

@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +25,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptkit.checkpoint.places import Place, StepFolder, newest_first, step_name
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Failure, failing_together
+from ckptkit.checkpoint.places import Place, StepFolder, newest_first, read_manifest, step_name
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, failing_together
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.write.commit import Damage, go_past, stamp
 from ckptkit.errors import (
-    CkptkitError,
-    CorruptionError,
     FormatError,
     LayoutError,
     NotFoundError,
@@ -42,7 +39,7 @@ from ckptkit.errors import (
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path
 from ckptkit.format.names import MODEL, OPTIMIZER
 from ckptkit.live.fill import fill_boxes
-from ckptkit.live.restore import NOT_LOADED, first_sound
+from ckptkit.live.restore import NOT_LOADED, first_sound, raise_alike
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state_dict import nested_state
 from ckptkit.model import Box
@@ -135,7 +132,7 @@ class DcpReader(StorageReader):
         if not self._fallback:
             keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
         else:
-            self._read_any(plan, planner)
+            self._keys = keys = self._read_any(plan, planner)
         keys.checkpoint.close()
         done: Future[None] = Future()
         done.set_result(None)
@@ -150,60 +147,54 @@ class DcpReader(StorageReader):
             self._keys = self._found()
         return self._keys
 
-    def _found(self, below: int | None = None) -> Keys:
-        """The step to load: with `fallback` the newest that can be opened, below a number."""
+    def _found(self) -> Keys:
+        """The step to load: with `fallback` the newest that can be opened."""
         store, step = self._target.store(), self._target.step
-        numbers: list[int] = []
-        if self._fallback:
-            most = step if below is None else below - 1
-            numbers = newest_first(n for n in Run(store).steps() if most is None or n <= most)
-        if numbers:
-            places = [(store.location, number) for number in numbers]
-            found: list[tuple[int, Exception]] = []
-            keys = first_sound(places, lambda _, number: Keys(Run(store).open(number)), found)
-            # Once a step is loaded, a save may take their place.
-            folders = [StepFolder(store, step_name(number)) for number, _ in found]
-            self._damaged += [(at, stamp(at), e) for at, (_, e) in zip(folders, found, strict=True)]
-            return keys
-        if below is not None:
-            raise NotFoundError("no step before it", where=str(self._target))
+        folders = self._going_back(step) if self._fallback else []
+        damaged: list[Damage] = []
+        for folder, block in first_sound(folders, damaged):
+            with block:
+                keys = Keys.of(folder)
+                # Once a step is loaded, a save may take their place.
+                self._damaged = [(at, stamp(at), error) for at, _, error in damaged]
+                return keys
         return Keys(Run(store).open(step) if step is not None else open_checkpoint(store))
 
-    def _read_any(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _going_back(self, step: int | None) -> list[StepFolder]:
+        """The steps of the run, the newest or this one first."""
+        store = self._target.store()
+        numbers = newest_first(n for n in Run(store).steps() if step is None or n <= step)
+        return [StepFolder(store, step_name(number)) for number in numbers]
+
+    def _read_any(self, plan: LoadPlan, planner: LoadPlanner) -> Keys:
         """Read the first step that is whole, on all ranks alike."""
         meeting: Meeting = plan.storage_data
-        keys = self._opened()
+        planned = self._opened()
         ranks = meeting.ranks(self._rank, self._timeout, NOT_LOADED)
         with failing_together(ranks):
-            while True:
-                problem: CkptkitError | None = None
-                before = stamp(keys.checkpoint.folder) if ranks.rank == 0 else None
-                try:
-                    keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
-                except FormatError as error:
-                    problem = error
-                said = b"" if problem is None else Failure.of(ranks.rank, problem).said()
-                # The first problem of any rank: whose own step is whole goes back with the others.
-                said = ranks.agree(said, lambda heard: next(filter(None, heard), b""))
-                if not said:
-                    self._keys = keys
-                    if ranks.rank == 0:
-                        go_past(self._damaged, keys.checkpoint.folder)
-                    return
-                at, first = keys.checkpoint, Failure.heard(said)
-                log.error("step %d is damaged in %s: %s", at.step, at.location, first)
-                at.close()
-                kind = CorruptionError if first.kind == "CorruptionError" else FormatError
-                self._damaged.append((at.folder, before, first.error(NOT_LOADED, kind)))
-                try:
-                    older = self._found(below=at.step)
-                except NotFoundError:
-                    raise problem or first.error(NOT_LOADED, PeerError) from problem
-                number = ranks.share(partial(getattr, older.checkpoint, "step"))
-                if number != older.checkpoint.step:
-                    older = Keys(Run(self._target.store()).open(number))
-                older.check_alike(plan.items, keys)
-                keys = older
+            steps = [planned.checkpoint.folder]
+            if steps[0].name:
+                newest = planned.checkpoint.step
+                names = ranks.share(lambda: [at.name for at in self._going_back(newest)])
+                older = [name for name in names if name != steps[0].name]
+                steps += [StepFolder(steps[0].store, name) for name in older]
+            keys = planned
+            for folder, block in first_sound(steps, self._damaged, is_first=ranks.rank == 0):
+                problem: FormatError | None = None
+                with block:
+                    try:
+                        if folder is not steps[0]:
+                            keys.checkpoint.close()
+                            keys = Keys.of(folder)
+                            keys.check_alike(plan.items, planned)
+                        keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
+                    except FormatError as error:
+                        problem = error
+                    raise_alike(ranks, problem)
+                    break
+            if ranks.rank == 0:
+                go_past(self._damaged, keys.checkpoint.folder)
+        return keys
 
 
 class _Entries(dict[str, Any]):
@@ -251,6 +242,11 @@ class Keys:
             self._take_own(objects)
         else:
             self._take_usual()
+
+    @classmethod
+    def of(cls, folder: StepFolder) -> Keys:
+        """Those of a step of a run."""
+        return cls(Checkpoint(folder, read_manifest(folder)))
 
     def metadata(self) -> Metadata:
         """As DCP asks for it."""
