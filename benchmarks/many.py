@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import ckptkit
@@ -40,11 +41,11 @@ _LONGEST_SHOW, _START = 1.3, 0.2
 _PEER_ONCE = 50_000
 # Up to here all takes a moment, and a moment's noise is much of it.
 _SHORT, _OFTEN = 5_000, 5
-_LEAST_SECONDS = 0.01
 _NOTE = f"""Over few: over the same bytes as {_FEW} arrays, DCP apart. A first save is that of a job
-that has just begun, another job each turn. All are medians. *load* is `ckptkit.live.load`, which
-remembers nothing; *restore* is that of the Checkpointer that saved. CPU is that of all ranks, over
-few. With {_PEER_ONCE:,} arrays and more, where it takes minutes, DCP saves and loads once."""
+that has just begun, another job each turn. All are medians. *Each further* is beyond the arrays of
+the row above. *load* is `ckptkit.live.load`, which remembers nothing; *restore* is that of the
+Checkpointer that saved. CPU is that of all ranks, over few. With {_PEER_ONCE:,} arrays and more,
+where it takes minutes, DCP saves and loads once."""
 
 
 def many(folder: Path, repeat: int, counts: tuple[int, ...] = COUNTS) -> Section:
@@ -56,6 +57,11 @@ def many(folder: Path, repeat: int, counts: tuple[int, ...] = COUNTS) -> Section
         often = max(repeat, _OFTEN) if count <= _SHORT else repeat
         found = _in_job(folder / "many", tensors, often, peer)
         by_count[count] = found, _in_job(folder / "few", _same_bytes(tensors), often, 0)
+    return _section(by_count)
+
+
+def _section(by_count: dict[int, tuple[Measured, Measured]]) -> Section:
+    counts = sorted(by_count)
     over: dict[str, dict[int, float]] = {
         name: {
             count: found.median(name) - (few.median(name) if name in few.seconds else 0.0)
@@ -66,17 +72,17 @@ def many(folder: Path, repeat: int, counts: tuple[int, ...] = COUNTS) -> Section
     rows: list[list[str]] = []
     samples: dict[str, list[float]] = {}
     for name, by in over.items():
+        slopes = _slopes(by)
         for count, seconds in by.items():
             found, few = by_count[count]
             cpu = found.median_cpu(name) - (few.median_cpu(name) if name in few.cpu else 0.0)
-            growth = _growth(by, count)
             rows.append(
                 [
                     f"{name}, {count:,}",
                     f"{found.median(name):.2f}",
                     f"{seconds:.2f}",
                     f"{seconds / count * 1e6:.0f}",
-                    f"{growth:.2f}",
+                    f"{slopes[count] * 1e6:.0f}" if count in slopes else "",
                     f"{cpu / count * 1e6:.0f}",
                 ]
             )
@@ -84,7 +90,7 @@ def many(folder: Path, repeat: int, counts: tuple[int, ...] = COUNTS) -> Section
             samples[f"{name}, few of the bytes of {count:,}"] = few.seconds.get(name, [])
     return Section(
         "Many small arrays: 4 to 64 KiB each, fsdp:2",
-        ["what, arrays", "s", "s over few", "µs an array", "x the first's", "CPU µs an array"],
+        ["what, arrays", "s", "s over few", "µs an array", "each further µs", "CPU µs an array"],
         rows,
         _bars(over, counts[-1], by_count[counts[-1]][0].median("ckpt show")),
         [_NOTE],
@@ -93,8 +99,8 @@ def many(folder: Path, repeat: int, counts: tuple[int, ...] = COUNTS) -> Section
 
 
 def _bars(over: dict[str, dict[int, float]], most: int, show: float) -> list[Bar]:
-    """Seconds of the most arrays, in proportion where these are not 100,000, and how much more an
-    array takes with many than with few.
+    """Seconds of the most arrays, in proportion where these are not 100,000, and how much more a
+    further array takes where there are many than where there are few.
     """
     scale = most / _MOST_FOR_LIMITS
     bars = [
@@ -112,15 +118,23 @@ def _bars(over: dict[str, dict[int, float]], most: int, show: float) -> list[Bar
     ratio = over["later save"][most] / over["first save"][most]
     bars.append(Bar(f"{most:,} arrays: later save / first save", ratio, 0.5, at_least=False))
     for name in (*_LIMITS, "ckpt show"):
-        what = f"{name}: time by the array, {most:,} / {min(over[name]):,}"
-        bars.append(Bar(what, _growth(over[name], most), 1.2, at_least=False))
+        first, *between, last = sorted(over[name])
+        if between:
+            what = f"{name}: each further array, from {between[-1]:,} on / from {first:,} on"
+            slopes = _slopes(over[name])
+            growth = slopes[last] / slopes[between[0]]
+            bars.append(Bar(what, growth, 1.2, at_least=False))
     return bars
 
 
-def _growth(seconds: dict[int, float], count: int) -> float:
-    """What an array takes among so many, by what it takes among the fewest."""
-    first = min(seconds)
-    return seconds[count] / count / (max(seconds[first], _LEAST_SECONDS) / first)
+def _slopes(seconds: dict[int, float]) -> dict[int, float]:
+    """What each array takes beyond those of the next smaller count. What a save or a load takes
+    besides is no more for many arrays, and would be most of what it takes for few.
+    """
+    return {
+        count: (seconds[count] - seconds[fewer]) / (count - fewer)
+        for fewer, count in pairwise(sorted(seconds))
+    }
 
 
 def _in_job(folder: Path, tensors: list[Tensor], repeat: int, peer: int) -> Measured:

@@ -83,8 +83,11 @@ def presets() -> dict[str, Preset]:
     """All presets, by name."""
     folder = files("ckptkit") / "presets"
     found: dict[str, Preset] = {}
+    # A first save waits for it. What is nested too deeply would end the process, so that files of
+    # others are not read so.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     for path in sorted(folder.iterdir(), key=lambda path: path.name):
-        doc = yaml.safe_load(path.read_text(encoding="utf-8"))
+        doc = yaml.load(path.read_text(encoding="utf-8"), loader)  # noqa: S506 — both are safe
         detect, name = doc["detect"], path.name.removesuffix(".yaml")
         rules = Rules.from_doc(doc, where=name)
         found[name] = Preset(rules, tuple(detect["all"]), tuple(detect.get("none", ())))

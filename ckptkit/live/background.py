@@ -144,8 +144,13 @@ class Tiers:
             return
         # Of the same step elsewhere nothing is lost, so nothing comes in its place.
         go_past([each for each in damaged if each[0].name != loaded.name], loaded)
-        if self._mirror is not None:
+        if self._mirror is None:
+            return
+        try:
             write_down_gone_past(self.target)
+        except CkptkitError as error:
+            # The load went well, on the other ranks too.
+            log.error("a later job may not replace what is damaged: %s", in_one_line(error))
 
     def raise_failed(self, said: tuple[int, bytes] | None) -> None:
         """Raise on all ranks what rank 0 said in `meet`. The others wait for the end of that round:

@@ -28,7 +28,7 @@ from ckptkit.errors import (
 from ckptkit.live import Checkpointer, save
 from ckptkit.live.restore import load_into
 from tests.live.pool import Pool
-from tests.live.test_tiers import damage, loaded, refusing, value
+from tests.live.test_tiers import damage, loaded, refusing, steps, value
 
 
 def test_a_job_that_went_back_keeps_the_steps_it_saves_then(tmp_path: Path) -> None:
@@ -196,6 +196,23 @@ def test_what_the_last_job_wrote_down_may_be_damaged(tmp_path: Path, told: bytes
     with Checkpointer(tmp_path / "kept", local=local) as saver:
         saver.save(1, state=value(1))
         assert loaded(saver, fallback=True) == (1, 1.0)
+
+
+def test_a_load_goes_well_where_nothing_can_be_written_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    local, kept = tmp_path / "local", tmp_path / "kept"
+    with Checkpointer(kept, local=local) as saver:
+        for step in (1, 2):
+            saver.save(step, state=value(step))
+    damage(local, 2)
+    damage(kept, 2)
+    (local / "gone-past.json").mkdir()
+    with Checkpointer(kept, local=local) as saver:
+        assert loaded(saver, fallback=True) == (1, 1.0)
+        saver.save(2, state=value(20))
+    assert "a later job may not replace what is damaged" in caplog.text
+    assert steps(local, kept) == [[1, 2], [1, 2]]
 
 
 def test_values_of_a_damaged_step_never_stay_beside_those_of_an_older_one(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ckptkit.storage.base.address import Settings
 from ckptkit.storage.objects import errors
 from ckptkit.storage.objects.amazon import profile_endpoint
 from ckptkit.storage.objects.errors import Transient, obstore_translation, translation
-from ckptkit.storage.objects.server import RACES
+from ckptkit.storage.objects.server import CREATORS, RACES
 from tests.servers.faults import Answer, Strip
 from tests.servers.http_wire import Head
 from tests.servers.proxy import Proxy
@@ -350,7 +350,7 @@ def test_the_probe_is_made_once_and_only_when_something_is_created(
     store.put("b", b"x", exclusive=True)
     again = open_store(f"{bucket.url}/run", bucket.through(proxy.endpoint, engine=engine))
     again.put("c", b"x", exclusive=True)
-    assert proxy.counts["PUT"] == 1 + (2 + 2 * RACES) + 3
+    assert proxy.counts["PUT"] == 1 + (2 + CREATORS * RACES) + 3
     assert store.abilities.exclusive_create
 
 

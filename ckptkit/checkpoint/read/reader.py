@@ -112,37 +112,45 @@ class ReadPlan:
         was written.
         """
         first, last = run
-        start, by_request = int(self.start[first]), self.pace.by_request
+        start = int(self.start[first])
         size = int(self.stop[first:last].max()) - start
         with self.packs.use(int(self.pack[first])) as source:
-            direct = self.direct(first) if by_request and last == first + 1 else None
-            # By copies from the page cache: into the caller's memory where that has the shape of
-            # chunks, since every other way is a copy more.
-            if not by_request and first in self.bands:
+            if self.pace.by_request:
+                self._request(run, source, size)
+            # From the page cache: into the caller's memory where that has the shape of chunks,
+            # since every other way is a copy more.
+            elif first in self.bands:
                 self._read_band(run, source)
-            elif not by_request:
-                done = self._copy_cached(run, source) or self._read_in_place(run, source)
-                if not (done or self._read_rows(run, source)):
-                    with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
-                        source.read_into(start, memory[:size])
-                        self._scatter(run, memory[:size])
-            # Over a network, or past the page cache: what a request brings is in memory of its own,
-            # and is copied from there in any case. Only a chunk that is larger than a request takes
-            # several.
-            elif size <= self.pace.request_bytes:
-                with source.lend(start, size, past_cache=True) as memory:
-                    self._scatter(run, source.fetch(start, size) if memory is None else memory)
-                    del memory  # or it would still be looked at when the block ends
-            elif direct is not None:
-                crc = self._fetch(source, start, direct, verify=self.verify)
-                if self.verify:
-                    self._compare(first, crc)
-            else:
-                with default_pool().take(size) as memory:
-                    self._fetch(source, start, memory, verify=False)
-                    self._scatter(run, memory)
+            elif not (
+                self._copy_cached(run, source, size)
+                or self._read_in_place(run, source)
+                or self._read_rows(run, source)
+            ):
+                with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
+                    source.read_into(start, memory[:size])
+                    self._scatter(run, memory[:size])
         if self.progress:
             self.progress(size)
+
+    def _request(self, run: tuple[int, int], source: Source, size: int) -> None:
+        """Read a run over a network, or past the page cache: what a request brings is in memory of
+        its own, and is copied from there in any case. Only a chunk that is larger than a request
+        takes several.
+        """
+        first, last = run
+        start = int(self.start[first])
+        if size <= self.pace.request_bytes:
+            with source.lend(start, size, past_cache=True) as memory:
+                self._scatter(run, source.fetch(start, size) if memory is None else memory)
+                del memory  # or it would still be looked at when the block ends
+        elif last == first + 1 and (direct := self.direct(first)) is not None:
+            crc = self._fetch(source, start, direct, verify=self.verify)
+            if self.verify:
+                self._compare(first, crc)
+        else:
+            with default_pool().take(size) as memory:
+                self._fetch(source, start, memory, verify=False)
+                self._scatter(run, memory)
 
     @property
     def longest(self) -> int:
@@ -174,15 +182,13 @@ class ReadPlan:
         if self.progress:
             self.progress(size)
 
-    def _copy_cached(self, run: tuple[int, int], source: Source) -> bool:
+    def _copy_cached(self, run: tuple[int, int], source: Source, size: int) -> bool:
         """Copy from where the system has the file in memory, if it has; False too where it copies
         as fast itself: a chunk for the caller's memory, at an address that suits its offset.
         """
-        first, last = run
-        start = int(self.start[first])
-        size, direct = int(self.stop[first:last].max()) - start, self.direct(first)
         if not self.pace.borrows or size < _LEAST_LENT:
             return False
+        start, direct = int(self.start[run[0]]), self.direct(run[0])
         if direct and (address_of(direct) - start) % _ALIKE == 0:
             return False
         with source.lend(start, size) as memory:

@@ -50,7 +50,6 @@ from ckptkit.errors import (
     CkptkitError,
     CorruptionError,
     FormatError,
-    NotFoundError,
     PeerError,
     StepExistsError,
     VersionError,
@@ -127,7 +126,7 @@ def write_down_gone_past(store: Store) -> None:
 
 def read_gone_past(store: Store) -> None:
     """Go on from what the last job wrote down; what cannot be read says nothing."""
-    with suppress(NotFoundError, FormatError, ValueError, AttributeError, TypeError):
+    with suppress(CkptkitError, ValueError, AttributeError, TypeError):
         told = json.loads(store.read_whole(_GONE_PAST, MAX_DOCUMENT_BYTES))
         for place, digest in told.items():
             GONE_PAST.setdefault(place, bytes.fromhex(digest))

@@ -139,7 +139,9 @@ class Pack:
                 copies.append(partial(copy_bytes, source[piece], memory[piece]))
 
         def copy_chunks(segment: Segment) -> None:
-            slots = self._slots(segment, staged.view[segment.start : segment.stop])
+            memory = staged.view[segment.start : segment.stop]
+            self._put_documents(segment, memory)
+            slots = self._slots(segment, memory)
             for _ in self._fill(slot for slot in slots if slot.array not in self._whole):
                 pass
 
@@ -206,6 +208,7 @@ class Pack:
         else:
             fill = self._fill if staged is None else partial(self._fill_from, staged)
             with self._sink.filling(number) as memory:
+                self._put_documents(segment, memory)
                 self._note_checksums(fill(self._slots(segment, memory)))
                 self._put_headers(segment, memory)
         with self._writing:
@@ -257,27 +260,29 @@ class Pack:
             first, start = last, ends[last - 1]
         return segments
 
+    def _put_documents(self, segment: Segment, memory: memoryview) -> None:
+        plan, span = self.plan, slice(segment.first, segment.last)
+        documents = plan.documents[span]
+        begins = (plan.offsets[span][: len(documents)] - segment.start).tolist()
+        for begin, (_, data) in zip(begins, documents, strict=True):
+            memory[begin : begin + len(data)] = data
+
     def _slots(self, segment: Segment, memory: memoryview) -> Iterator[Slot]:
-        """Put the documents of a segment into its memory; the places of its chunks there, one after
-        another: where thousands are there at once Python looks for garbage among all objects of the
-        job.
+        """The places of a segment's chunks in its memory, one after another: where thousands are
+        there at once Python looks for garbage among all objects of the job.
         """
         plan, rows = self.plan, len(self.plan.documents)
         first = max(segment.first, rows)
-        span = slice(segment.first, segment.last)
-        begins = (plan.offsets[span] - segment.start).tolist()
-        ends = (plan.ends[span] - segment.start).tolist()
-        for begin, end, (_, data) in zip(begins, ends, plan.documents[span], strict=False):
-            memory[begin:end] = data
-        chunks = slice(first - rows, max(segment.last - rows, 0))
-        places = zip(begins[first - segment.first :], ends[first - segment.first :], strict=True)
+        last = max(first, segment.last)
+        entries, chunks = slice(first, last), slice(first - rows, last - rows)
         return (
             Slot(entry, number, chunk, memory[begin:end])
-            for entry, number, chunk, (begin, end) in zip(
-                range(first, max(first, segment.last)),
+            for entry, number, chunk, begin, end in zip(
+                range(first, last),
                 plan.array[chunks].tolist(),
                 plan.chunk[chunks].tolist(),
-                places,
+                (plan.offsets[entries] - segment.start).tolist(),
+                (plan.ends[entries] - segment.start).tolist(),
                 strict=True,
             )
         )

@@ -49,7 +49,12 @@ class PackedArray(NamedTuple):
 
 class PackPlan:
     """Where each byte of a pack will be. Documents come first, then the chunks array by array, then
-    the record of them.
+    the record of them. Nearly all of it are columns.
+
+    - One row an entry, which is a document or a chunk: `names`, `lengths`, `offsets` and `ends` of
+      its data, and `crcs`, which for chunks are yet to be found.
+    - One row a chunk: `array` is its place among those of the pack, `array_in_table` that in the
+      table, `chunk` its number in the grid, and `begins` where it lies in memory.
 
     What one save of a job has found out here, the next one uses again where it holds the same.
     """
