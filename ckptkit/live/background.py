@@ -21,17 +21,12 @@ from weakref import WeakSet
 
 from torch._C._distributed_c10d import PrefixStore
 
-from ckptkit.checkpoint.places import Place, StepFolder, newest_first, store_at
+from ckptkit.checkpoint.places import Place, StepFolder, newest_first, step_name, store_at
 from ckptkit.checkpoint.ranks import Failure, Ranks, in_one_line
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
 from ckptkit.checkpoint.run.run import Retention, Run, prune
 from ckptkit.checkpoint.workers import look_until
-from ckptkit.checkpoint.write.commit import (
-    Damage,
-    go_past,
-    read_gone_past,
-    write_down_gone_past,
-)
+from ckptkit.checkpoint.write.commit import Damage, go_past, note_replacing
 from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.live.state.ranks import World
 from ckptkit.storage import Store
@@ -90,8 +85,6 @@ class Tiers:
             return None
         if not self._has_looked:
             self._mirror.look(ranks)
-            if self._is_first:
-                read_gone_past(self.target)
             self._has_looked = True
 
         def newest() -> tuple[int, bytes] | None:
@@ -116,16 +109,20 @@ class Tiers:
         """A step is committed: on rank 0 others may have to go. With a local folder that is left to
         the rounds of copying, as no step may go before it was copied.
         """
-        rules = self._retention
-        if self._mirror is not None or not self._is_first or rules.is_all:
+        if not self._is_first:
             return
+        what = "older ones could not be deleted"
         try:
-            # What lies above is of a future that was given up, and may be damaged.
-            prune(self._place, rules, up_to=step)
+            if self._mirror is not None:
+                what = "a later job may not copy it"
+                near, far = (StepFolder(at, step_name(step)) for at in (self.target, self._place))
+                note_replacing(near, far)
+            elif not self._retention.is_all:
+                # What lies above is of a future that was given up, and may be damaged.
+                prune(self._place, self._retention, up_to=step)
         except CkptkitError as error:
             # The next save tries again. No training ends, and no save is left out, because of this.
-            what = "step %d was saved, but older ones could not be deleted: %s"
-            log.error(what, step, in_one_line(error))
+            log.error("step %d was saved, but %s: %s", step, what, in_one_line(error))
 
     def candidates(self, step: int | None, *, fallback: bool) -> list[tuple[int, str]]:
         """On rank 0: which steps to load from, best first, and from where."""
@@ -144,13 +141,6 @@ class Tiers:
             return
         # Of the same step elsewhere nothing is lost, so nothing comes in its place.
         go_past([each for each in damaged if each[0].name != loaded.name], loaded)
-        if self._mirror is None:
-            return
-        try:
-            write_down_gone_past(self.target)
-        except CkptkitError as error:
-            # The load went well, on the other ranks too.
-            log.error("a later job may not replace what is damaged: %s", in_one_line(error))
 
     def raise_failed(self, said: tuple[int, bytes] | None) -> None:
         """Raise on all ranks what rank 0 said in `meet`. The others wait for the end of that round:

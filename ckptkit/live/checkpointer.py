@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial as bound
 from typing import Self, Unpack
@@ -19,7 +19,6 @@ from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.checkpoint.write.commit import Damage
 from ckptkit.errors import (
     CkptkitError,
-    CorruptionError,
     GivenUpError,
     PeerError,
     UsageError,
@@ -28,7 +27,14 @@ from ckptkit.format.names import pattern_list
 from ckptkit.live.background import Background, Preemption, Tiers
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.last_save import LastSave
-from ckptkit.live.restore import NOT_LOADED, Restored, first_sound, load_into, raise_alike
+from ckptkit.live.restore import (
+    NOT_LOADED,
+    Restored,
+    check_whole,
+    first_sound,
+    load_into,
+    raise_alike,
+)
 from ckptkit.live.save import PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, current_world, next_name, ranks_of
@@ -257,8 +263,8 @@ class Checkpointer:
             steps = [StepFolder(self._tiers.at(at), step_name(number)) for number, at in candidates]
 
             restored, damaged = None, list[Damage]()
-            for folder, block in first_sound(steps, damaged, is_first=self._world.rank == 0):
-                with block:
+            for folder, attempt in first_sound(steps, damaged, is_first=self._world.rank == 0):
+                with attempt:
                     ranks, number = self._meeting("load", NOT_LOADED), step_number(folder.name)
                     try:
                         restored = load_into(
@@ -271,7 +277,7 @@ class Checkpointer:
                         raise_alike(self._meeting("damage", NOT_LOADED), error)
                     break
             if restored is not None:
-                _check_whole(restored, damaged)
+                check_whole(restored, damaged)
                 self._tiers.go_past(damaged, steps[len(damaged)])
             return restored
 
@@ -396,18 +402,6 @@ class Checkpointer:
                 f"of {world.size}",
                 hint="make it after dist.init_process_group(…)",
             )
-
-
-def _check_whole(restored: Restored, damaged: Sequence[Damage]) -> None:
-    """With `partial`, what the step that was loaded lacks has to be as it was before."""
-    left = restored.report.missing + restored.report.reshaped
-    read = [folder for folder, _, error in damaged if isinstance(error, CorruptionError)]
-    if left and read:
-        raise CorruptionError(
-            f"step {restored.step} does not have {left[0]}, into which this damaged one was read",
-            where=str(read[0]),
-            hint="it has values of the damaged step now: make the objects anew, and pass step=",
-        )
 
 
 def save(  # noqa: PLR0913 — one keyword for each decision, all with defaults

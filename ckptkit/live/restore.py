@@ -28,7 +28,14 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_alike, open_fore
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.workers import uncollected
 from ckptkit.checkpoint.write.commit import Damage, stamp
-from ckptkit.errors import CorruptionError, FormatError, NotFoundError, PeerError
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptionError,
+    FormatError,
+    GivenUpError,
+    NotFoundError,
+    PeerError,
+)
 from ckptkit.format.names import in_group
 from ckptkit.live.comparison import LoadOptions, Report, check_wrappers, compare, give_back
 from ckptkit.live.fill import by_sharing, fill, fill_once
@@ -193,19 +200,19 @@ def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
 def first_sound(
     steps: Sequence[StepFolder], damaged: list[Damage], *, is_first: bool = False
 ) -> Iterator[tuple[StepFolder, AbstractContextManager[None]]]:
-    """Some steps in turn, each with a block to load it in, which ends the loop. Of a damaged step
-    it does not: what is wrong is in the log and in `damaged`, and the next one comes. Of the last
-    one the block raises.
+    """Each of some steps with an attempt: load it inside `with attempt:`, and then break or return.
+    Where the load raises FormatError the attempt keeps it back: it is in the log and in `damaged`,
+    and the next step comes. The last step's attempt keeps nothing back.
 
     Where ranks load together, they have to find damage alike: see `raise_alike`. One of them
-    `is_first`, and finds out which save it is that is damaged.
+    `is_first`, and finds out which save it was that is damaged.
     """
     for here, then in zip_longest(steps, steps[1:]):
-        yield here, _loading(here, then, damaged, is_first=is_first)
+        yield here, _attempt(here, then, damaged, is_first=is_first)
 
 
 @contextmanager
-def _loading(
+def _attempt(
     here: StepFolder, then: StepFolder | None, damaged: list[Damage], *, is_first: bool
 ) -> Iterator[None]:
     before = stamp(here) if is_first and then is not None else None
@@ -223,27 +230,49 @@ def _loading(
 
 
 def raise_alike(ranks: Ranks, error: Exception | None) -> None:
-    """All ranks say what their loads raised. Where ranks found damage and none anything else, all
-    raise that, and go back alike; otherwise each its own.
+    """All ranks say what their loads raised, and decide whether to go back: where some found damage
+    and none anything else, all raise that. Otherwise who has another error raises it, and the
+    others that they did not load because of it: no FormatError, so nobody goes back alone.
     """
     told = None
     # A rank that only knows that others did not come has no reason of its own.
     if error is not None and not isinstance(error, PeerError):
         told = isinstance(error, FormatError), Failure.of(ranks.rank, error).said()
-    found: bytes | None = ranks.agree(told, _damage_of)
+    found: tuple[bool, bytes] | None = ranks.agree(told, _reason)
     if found is not None:
-        first = Failure.heard(found)
-        kind = CorruptionError if first.kind == CorruptionError.__name__ else FormatError
-        if not isinstance(error, kind):
+        is_damage, said = found
+        first = Failure.heard(said)
+        kind: type[CkptkitError] = FormatError
+        if not is_damage:
+            kind = GivenUpError
+        elif first.kind == CorruptionError.__name__:
+            kind = CorruptionError
+        is_own = error is not None and isinstance(error, FormatError) is is_damage
+        if not is_own or (is_damage and not isinstance(error, kind)):
             raise first.error(NOT_LOADED, kind) from error
     if error is not None:
         raise error
 
 
-def _damage_of(told: Sequence[tuple[bool, bytes] | None]) -> bytes | None:
-    problems = list(filter(None, told))
-    if not all(is_damage for is_damage, _ in problems):
-        return None
-    said = [said for _, said in problems]
-    bytes_differ = (each for each in said if Failure.heard(each).kind == CorruptionError.__name__)
-    return next(bytes_differ, said[0] if said else None)
+def _reason(told: Sequence[tuple[bool, bytes] | None]) -> tuple[bool, bytes] | None:
+    """What counts of what ranks say: what is no damage first, then bytes that are not as they were
+    written.
+    """
+    found = [each for each in told if each is not None]
+
+    def weight(each: tuple[bool, bytes]) -> tuple[bool, bool]:
+        return each[0], Failure.heard(each[1]).kind != CorruptionError.__name__
+
+    return min(found, key=weight, default=None)
+
+
+def check_whole(restored: Restored, damaged: Sequence[Damage]) -> None:
+    """With `partial`, what the step that was loaded lacks has to be as it was before."""
+    left = restored.report.missing + restored.report.reshaped
+    read = [folder for folder, _, error in damaged if isinstance(error, CorruptionError)]
+    if left and read:
+        raise CorruptionError(
+            f"step {restored.step} does not have {left[0]}, into which this damaged one was read",
+            where=str(read[0]),
+            hint="it has values of the damaged step now: make the objects anew, and pass step=",
+        )

@@ -32,7 +32,7 @@ from ckptkit.format.objects import Replicated
 from ckptkit.live import Checkpointer, Restored, load, load_state
 from ckptkit.live.background import Background
 from ckptkit.live.last_save import LastSave
-from ckptkit.live.restore import NOT_LOADED, first_sound
+from ckptkit.live.restore import NOT_LOADED, check_whole, first_sound
 from ckptkit.live.resume import saved_documents
 from ckptkit.live.save import SaveOptions, prepare
 from ckptkit.live.state.extra import SEEN_BY_ALL
@@ -184,13 +184,16 @@ class PathRuns:
 
         restored: Restored | None = None
         steps = {StepFolder(self._store(run), step_name(it)): (run, it) for run, it in target.steps}
-        for at, block in first_sound([*steps], []):
+        damaged: list[Damage] = []
+        for at, attempt in first_sound([*steps], damaged):
             run, step = steps[at]
-            with block:
+            with attempt:
                 restored = self._at(run).restore(step=step, **options, **objects)
                 break
         if not steps:
             restored = load(self._store(target.location), **options, **objects)
+        if restored:
+            check_whole(restored, damaged)
         if restored and not restored.report.is_exact and current_world().rank == 0:
             log.warning("%s is not all that it was loaded into: %s", path, restored.report)
         return _as_lightning_has_it(rest.content, {}, loaders.states)
@@ -316,8 +319,8 @@ class PathRuns:
         } or {StepFolder(below): place}
 
         groups, damaged = list[str](), list[Damage]()
-        for at, block in first_sound([*places], damaged):
-            with block, open_checkpoint(self._store(places[at])) as checkpoint:
+        for at, attempt in first_sound([*places], damaged):
+            with attempt, open_checkpoint(self._store(places[at])) as checkpoint:
                 groups = sorted({it.name.partition("/")[0] for it in checkpoint.manifest.objects})
                 break
         return PathTarget([*places.values()][len(damaged)], steps[len(damaged) :], groups)

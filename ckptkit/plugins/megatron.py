@@ -121,8 +121,8 @@ def load(
     steps = [StepFolder(store, "" if it is None else step_name(it)) for it in candidates]
     is_first = current_world().rank == 0
     damaged: list[Damage] = []
-    for folder, block in first_sound(steps, damaged, is_first=is_first):
-        with block:
+    for folder, attempt in first_sound(steps, damaged, is_first=is_first):
+        with attempt:
             strategy = LoadStrategy(
                 store,
                 step=step_number(folder.name),

@@ -188,14 +188,37 @@ def test_the_next_job_replaces_a_damaged_step_that_the_last_one_went_past(tmp_pa
         assert loaded(saver) == (2, 20.0)
 
 
-@pytest.mark.parametrize("told", [b"", b"[1]", b'{"x": 1}', b'{"x": "no digest"}', b"\xff"])
+def test_the_next_job_replaces_no_step_that_was_not_saved_anew(tmp_path: Path) -> None:
+    local, kept = tmp_path / "local", tmp_path / "kept"
+    with Checkpointer(kept, local=local) as saver:
+        for step in (1, 2):
+            saver.save(step, state=value(step))
+    shutil.rmtree(local)
+    packs = {pack: pack.read_bytes() for pack in kept.rglob("*.zip")}
+    damage(kept, 2)
+    with Checkpointer(kept, local=local) as saver:
+        assert loaded(saver, fallback=True) == (1, 1.0)
+    for pack, data in packs.items():  # put back from a backup
+        pack.write_bytes(data)
+    saver = Checkpointer(kept, local=local)
+    with patch.dict(GONE_PAST, clear=True):
+        saver.save(2, state=value(20))
+        with pytest.raises(StepExistsError):
+            saver.close()
+    with Checkpointer(kept, local=tmp_path / "fresh") as saver:
+        assert loaded(saver) == (2, 2.0)
+
+
+@pytest.mark.parametrize("told", [b"", b"[1]", b'{"step-0000000001": 1}', b"\xff", b"[" * 100000])
 def test_what_the_last_job_wrote_down_may_be_damaged(tmp_path: Path, told: bytes) -> None:
     local = tmp_path / "local"
     local.mkdir()
-    (local / "gone-past.json").write_bytes(told)
-    with Checkpointer(tmp_path / "kept", local=local) as saver:
-        saver.save(1, state=value(1))
-        assert loaded(saver, fallback=True) == (1, 1.0)
+    (local / "replacing.json").write_bytes(told)
+    save(tmp_path / "kept", step=1, state=value(7))
+    saver = Checkpointer(tmp_path / "kept", local=local)
+    saver.save(1, state=value(1))
+    with pytest.raises(StepExistsError):
+        saver.close()
 
 
 def test_a_load_goes_well_where_nothing_can_be_written_down(
@@ -207,11 +230,11 @@ def test_a_load_goes_well_where_nothing_can_be_written_down(
             saver.save(step, state=value(step))
     damage(local, 2)
     damage(kept, 2)
-    (local / "gone-past.json").mkdir()
+    (local / "replacing.json").mkdir()
     with Checkpointer(kept, local=local) as saver:
         assert loaded(saver, fallback=True) == (1, 1.0)
         saver.save(2, state=value(20))
-    assert "a later job may not replace what is damaged" in caplog.text
+    assert "a later job may not copy it" in caplog.text
     assert steps(local, kept) == [[1, 2], [1, 2]]
 
 

@@ -40,6 +40,7 @@ from ckptkit.checkpoint.write.commit import (
     committed_save_id,
     discard,
     is_gone_past,
+    is_noted,
     is_unreadable,
     tell_commit,
 )
@@ -352,8 +353,7 @@ def copy_step(
         sent, problem = copying.send(ranks)
         # When all packs are complete they go on; where one is damaged, all raise.
         mine = None if problem is None else (problem.what, problem.where)
-        told = ranks.agree(mine, lambda heard: next(filter(None, heard), None))
-        if told is not None:
+        if (told := ranks.agree(mine, lambda heard: next(filter(None, heard), None))) is not None:
             what, where = told
             raise problem or UnsoundStepError(what, where=where, save_id=save_id)
         if ranks.rank == 0:
@@ -379,7 +379,8 @@ class _Copying:
     def is_there(self) -> bool:
         """Whether the target has this very save; StepExistsError where it has another sound one."""
         there = committed_save_id(self.target)
-        self._replaces |= is_unreadable(self.target) if there is None else is_gone_past(self.target)
+        damaged = is_unreadable(self.target) if there is None else is_gone_past(self.target)
+        self._replaces |= damaged or is_noted(self.source.store, self.target, self.save_id)
         if there in (None, self.save_id) or self._replaces:
             return there == self.save_id
         raise StepExistsError(
@@ -489,8 +490,7 @@ class _Copying:
         arrived = {entry.key: entry.size for entry in store.list(self._folder)}
         for info in self._manifest.packs:
             key = f"{self._folder}/{info.name}"
-            size = arrived.get(key)
-            if size != info.size:
+            if (size := arrived.get(key)) != info.size:
                 what = f"{info.size} bytes were sent, {size or 'none'} have arrived"
                 raise StorageError(what, where=described(store, key))
         try:

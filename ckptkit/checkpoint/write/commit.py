@@ -35,12 +35,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.places import (
-    MANIFEST,
-    StepFolder,
-    manifest_bytes,
-    refuse_begun,
-)
+from ckptkit.checkpoint.places import MANIFEST, StepFolder, manifest_bytes, refuse_begun
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import PackRecord, read_record
 from ckptkit.checkpoint.workers import asked_in_threads, at_once
@@ -78,7 +73,7 @@ Damage: TypeAlias = tuple[StepFolder, bytes | None, Exception]
 
 # Damaged steps that loads of this process went past: where each is, and its stamp.
 GONE_PAST: dict[str, bytes] = {}
-_GONE_PAST = "gone-past.json"
+_REPLACING = "replacing.json"
 
 
 def stamp(folder: StepFolder) -> bytes | None:
@@ -98,7 +93,8 @@ def go_past(damaged: Iterable[Damage], loaded: StepFolder) -> None:
     end there, again after each start.
 
     Only a step whose bytes are not what was written makes way, and only while it is that very one:
-    not one that another version wrote, that was renamed, or that was saved or mended since.
+    not one that another version wrote, that was renamed, or that was saved anew since. One that was
+    `loaded` never does.
     """
     GONE_PAST.pop(_place(loaded), None)
     for folder, before, error in damaged:
@@ -115,21 +111,26 @@ def is_gone_past(folder: StepFolder) -> bool:
     return place in GONE_PAST and stamp(folder) == GONE_PAST[place]
 
 
-def write_down_gone_past(store: Store) -> None:
-    """For the next job, beside steps that wait there to be copied: this one may end before what it
-    saves in the place of a damaged step is in the other place too.
+def note_replacing(near: StepFolder, far: StepFolder) -> None:
+    """What was saved in the near place is to replace the damaged step in the far one that a load
+    went past. This job may end before it is copied: the next one knows it from here.
     """
-    told = {place: digest.hex() for place, digest in GONE_PAST.items()}
-    if told or _GONE_PAST in store.children(""):
-        store.put(_GONE_PAST, json.dumps(told).encode())
+    if is_gone_past(far):
+        told = _noted(near.store) | {far.name: [(stamp(far) or b"").hex(), committed_save_id(near)]}
+        near.store.put(_REPLACING, json.dumps(told).encode())
 
 
-def read_gone_past(store: Store) -> None:
-    """Go on from what the last job wrote down; what cannot be read says nothing."""
-    with suppress(CkptkitError, ValueError, AttributeError, TypeError):
-        told = json.loads(store.read_whole(_GONE_PAST, MAX_DOCUMENT_BYTES))
-        for place, digest in told.items():
-            GONE_PAST.setdefault(place, bytes.fromhex(digest))
+def is_noted(near: Store, far: StepFolder, save_id: str) -> bool:
+    """Whether just this save is to replace just the one that is in the far place."""
+    return _noted(near).get(far.name) == [(stamp(far) or b"").hex(), save_id]
+
+
+def _noted(near: Store) -> dict[str, list[str]]:
+    # What cannot be read says nothing.
+    with suppress(CkptkitError, ValueError, RecursionError):
+        told = json.loads(near.read_whole(_REPLACING, MAX_DOCUMENT_BYTES))
+        return told if isinstance(told, dict) else {}
+    return {}
 
 
 def is_unreadable(folder: StepFolder) -> bool:

@@ -31,6 +31,7 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.write.commit import Damage, go_past, stamp
 from ckptkit.errors import (
+    CkptkitError,
     FormatError,
     LayoutError,
     NotFoundError,
@@ -87,6 +88,8 @@ class DcpReader(StorageReader):
         self._rank = 0
         self._keys: Keys | None = None
         self._damaged: list[Damage] = []
+        self._older: list[StepFolder] = []
+        """What there is to go back to."""
 
     @property
     def step(self) -> int | None:
@@ -96,7 +99,7 @@ class DcpReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self._target.name(checkpoint_id)
-        self._keys, self._damaged = None, []
+        self._keys, self._damaged, self._older = None, [], []
 
     def read_metadata(self) -> Metadata:
         self._keys = self._found()
@@ -150,50 +153,48 @@ class DcpReader(StorageReader):
     def _found(self) -> Keys:
         """The step to load: with `fallback` the newest that can be opened."""
         store, step = self._target.store(), self._target.step
-        folders = self._going_back(step) if self._fallback else []
+        numbers: list[int] = []
+        if self._fallback:
+            numbers = newest_first(n for n in Run(store).steps() if step is None or n <= step)
+        folders = [StepFolder(store, step_name(number)) for number in numbers]
         damaged: list[Damage] = []
-        for folder, block in first_sound(folders, damaged):
-            with block:
+        for folder, attempt in first_sound(folders, damaged):
+            with attempt:
                 keys = Keys.of(folder)
-                # Once a step is loaded, a save may take their place.
+                # Which saves are damaged is said now: one that is made from here on stays.
                 self._damaged = [(at, stamp(at), error) for at, _, error in damaged]
+                self._older = folders[len(damaged) + 1 :]
                 return keys
         return Keys(Run(store).open(step) if step is not None else open_checkpoint(store))
-
-    def _going_back(self, step: int | None) -> list[StepFolder]:
-        """The steps of the run, the newest or this one first."""
-        store = self._target.store()
-        numbers = newest_first(n for n in Run(store).steps() if step is None or n <= step)
-        return [StepFolder(store, step_name(number)) for number in numbers]
 
     def _read_any(self, plan: LoadPlan, planner: LoadPlanner) -> Keys:
         """Read the first step that is whole, on all ranks alike."""
         meeting: Meeting = plan.storage_data
-        planned = self._opened()
+        keys = planned = self._opened()
+        damaged, self._damaged = self._damaged, []
         ranks = meeting.ranks(self._rank, self._timeout, NOT_LOADED)
         with failing_together(ranks):
             steps = [planned.checkpoint.folder]
-            if steps[0].name:
-                newest = planned.checkpoint.step
-                names = ranks.share(lambda: [at.name for at in self._going_back(newest)])
-                older = [name for name in names if name != steps[0].name]
-                steps += [StepFolder(steps[0].store, name) for name in older]
-            keys = planned
-            for folder, block in first_sound(steps, self._damaged, is_first=ranks.rank == 0):
+            older = ranks.share(lambda: [folder.name for folder in self._older])
+            steps += [StepFolder(steps[0].store, name) for name in older]
+            for folder, attempt in first_sound(steps, damaged, is_first=ranks.rank == 0):
                 problem: FormatError | None = None
-                with block:
+                with attempt:
                     try:
                         if folder is not steps[0]:
-                            keys.checkpoint.close()
                             keys = Keys.of(folder)
                             keys.check_alike(plan.items, planned)
                         keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
                     except FormatError as error:
                         problem = error
-                    raise_alike(ranks, problem)
+                    try:
+                        raise_alike(ranks, problem)
+                    except CkptkitError:
+                        keys.checkpoint.close()
+                        raise
                     break
             if ranks.rank == 0:
-                go_past(self._damaged, keys.checkpoint.folder)
+                go_past(damaged, keys.checkpoint.folder)
         return keys
 
 
