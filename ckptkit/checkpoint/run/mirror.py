@@ -39,9 +39,8 @@ from ckptkit.checkpoint.write.commit import (
     commit,
     committed_save_id,
     discard,
-    is_gone_past,
-    is_noted,
     is_unreadable,
+    makes_way,
     tell_commit,
 )
 from ckptkit.errors import (
@@ -378,16 +377,16 @@ class _Copying:
 
     def is_there(self) -> bool:
         """Whether the target has this very save; StepExistsError where it has another sound one."""
-        there = committed_save_id(self.target)
-        damaged = is_unreadable(self.target) if there is None else is_gone_past(self.target)
-        self._replaces |= damaged or is_noted(self.source.store, self.target, self.save_id)
-        if there in (None, self.save_id) or self._replaces:
-            return there == self.save_id
-        raise StepExistsError(
-            "another save of this step is there already",
-            where=str(self.target),
-            hint="delete one of the two steps, or pass overwrite=True",
+        there, far, near = committed_save_id(self.target), self.target, self.source.store
+        if there == self.save_id:
+            return True
+        self._replaces |= (
+            is_unreadable(far) if there is None else makes_way(far, near, self.save_id)
         )
+        if there is None or self._replaces:
+            return False
+        what = "another save of this step is there already"
+        raise StepExistsError(what, where=str(far), hint="delete one of the two, or overwrite=True")
 
     def send(self, ranks: Ranks) -> tuple[int, UnsoundStepError | None]:
         """Send this rank's packs; how many bytes that were, and what ended it early."""

@@ -120,9 +120,9 @@ def note_replacing(near: StepFolder, far: StepFolder) -> None:
         near.store.put(_REPLACING, json.dumps(told).encode())
 
 
-def is_noted(near: Store, far: StepFolder, save_id: str) -> bool:
-    """Whether just this save is to replace just the one that is in the far place."""
-    return _noted(near).get(far.name) == [(stamp(far) or b"").hex(), save_id]
+def makes_way(far: StepFolder, near: Store, save_id: str) -> bool:
+    """Whether this save, which waits in the near place, may replace the step in the far one."""
+    return is_gone_past(far) or _noted(near).get(far.name) == [(stamp(far) or b"").hex(), save_id]
 
 
 def _noted(near: Store) -> dict[str, list[str]]:
