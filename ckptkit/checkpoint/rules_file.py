@@ -83,8 +83,8 @@ def presets() -> dict[str, Preset]:
     """All presets, by name."""
     folder = files("ckptkit") / "presets"
     found: dict[str, Preset] = {}
-    # A first save waits for it. What is nested too deeply would end the process, so that files of
-    # others are not read so.
+    # A first save waits for this, and the loader in C is faster. It is for our own files only: what
+    # is nested too deeply would end the process.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     for path in sorted(folder.iterdir(), key=lambda path: path.name):
         doc = yaml.load(path.read_text(encoding="utf-8"), loader)  # noqa: S506 — both are safe

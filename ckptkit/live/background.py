@@ -26,7 +26,7 @@ from ckptkit.checkpoint.ranks import Failure, Ranks, in_one_line
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
 from ckptkit.checkpoint.run.run import Retention, Run, prune
 from ckptkit.checkpoint.workers import look_until
-from ckptkit.checkpoint.write.commit import Damage, go_past, note_replacing
+from ckptkit.checkpoint.write.damage import Damage, mark_replaceable, note_replacing
 from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.live.state.ranks import World
 from ckptkit.storage import Store
@@ -135,12 +135,12 @@ class Tiers:
         steps = newest_first(run.steps() if fallback else [], step)
         return [(number, REMOTE) for number in steps]
 
-    def go_past(self, damaged: Sequence[Damage], loaded: StepFolder) -> None:
-        """A load took this step, as these are damaged: see `commit.go_past`."""
+    def mark_replaceable(self, damaged: Sequence[Damage], loaded: StepFolder) -> None:
+        """A load took this step, as these are damaged: see `damage.mark_replaceable`."""
         if not self._is_first:
             return
         # Of the same step elsewhere nothing is lost, so nothing comes in its place.
-        go_past([each for each in damaged if each[0].name != loaded.name], loaded)
+        mark_replaceable([each for each in damaged if each[0].name != loaded.name], loaded)
 
     def raise_failed(self, said: tuple[int, bytes] | None) -> None:
         """Raise on all ranks what rank 0 said in `meet`. The others wait for the end of that round:

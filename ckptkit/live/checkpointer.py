@@ -16,7 +16,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, failing_to
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Retention, Run
 from ckptkit.checkpoint.workers import Progress, uncollected
-from ckptkit.checkpoint.write.commit import Damage
+from ckptkit.checkpoint.write.damage import Damage
 from ckptkit.errors import (
     CkptkitError,
     GivenUpError,
@@ -278,7 +278,7 @@ class Checkpointer:
                     break
             if restored is not None:
                 check_whole(restored, damaged)
-                self._tiers.go_past(damaged, steps[len(damaged)])
+                self._tiers.mark_replaceable(damaged, steps[len(damaged)])
             return restored
 
     def keep(self, steps: Iterable[int]) -> None:

@@ -27,7 +27,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Failure, Ranks, failing_to
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_alike, open_foreign
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.workers import uncollected
-from ckptkit.checkpoint.write.commit import Damage, stamp
+from ckptkit.checkpoint.write.damage import Damage, stamp
 from ckptkit.errors import (
     CkptkitError,
     CorruptionError,
@@ -242,13 +242,15 @@ def raise_alike(ranks: Ranks, error: Exception | None) -> None:
     if found is not None:
         is_damage, said = found
         first = Failure.heard(said)
-        kind: type[CkptkitError] = FormatError
-        if not is_damage:
+        kind: type[CkptkitError]
+        if is_damage:
+            is_corrupt = first.kind == CorruptionError.__name__
+            kind = CorruptionError if is_corrupt else FormatError
+            says_it = isinstance(error, kind)
+        else:
             kind = GivenUpError
-        elif first.kind == CorruptionError.__name__:
-            kind = CorruptionError
-        is_own = error is not None and isinstance(error, FormatError) is is_damage
-        if not is_own or (is_damage and not isinstance(error, kind)):
+            says_it = error is not None and not isinstance(error, FormatError)
+        if not says_it:
             raise first.error(NOT_LOADED, kind) from error
     if error is not None:
         raise error

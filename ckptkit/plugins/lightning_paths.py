@@ -25,7 +25,7 @@ from ckptkit.checkpoint.places import StepFolder, manifest_size, step_name, stor
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.write.commit import Damage
+from ckptkit.checkpoint.write.damage import Damage
 from ckptkit.errors import FormatError, NotFoundError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import OPTIMIZER
 from ckptkit.format.objects import Replicated
@@ -313,17 +313,14 @@ class PathRuns:
             )
             steps += [(run, each) for each, run in sorted(older, reverse=True) if each <= step]
             steps = list(dict.fromkeys(steps))
-        places = {
-            StepFolder(self._store(run), step_name(each)): f"{run}/{step_name(each)}"
-            for run, each in steps
-        } or {StepFolder(below): place}
-
+        locations = [f"{run}/{step_name(each)}" for run, each in steps] or [place]
+        folders = [StepFolder(self._store(run), step_name(each)) for run, each in steps]
         groups, damaged = list[str](), list[Damage]()
-        for at, attempt in first_sound([*places], damaged):
-            with attempt, open_checkpoint(self._store(places[at])) as checkpoint:
+        for _, attempt in first_sound(folders or [StepFolder(below)], damaged):
+            with attempt, open_checkpoint(self._store(locations[len(damaged)])) as checkpoint:
                 groups = sorted({it.name.partition("/")[0] for it in checkpoint.manifest.objects})
                 break
-        return PathTarget([*places.values()][len(damaged)], steps[len(damaged) :], groups)
+        return PathTarget(locations[len(damaged)], steps[len(damaged) :], groups)
 
     def _folder(self, path: str) -> tuple[Store, str]:
         """The store of the folder that a path is in, and the name there."""

@@ -60,7 +60,7 @@ from ckptkit.checkpoint.places import (
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.write.commit import Damage, go_past
+from ckptkit.checkpoint.write.damage import Damage, mark_replaceable
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.megatron import COMMON, CONFIG
 from ckptkit.live.fill import fill_boxes
@@ -133,7 +133,7 @@ def load(
             made = strategy.folder()
             loaded = dist_checkpointing.load(sharded_state_dict, made, strategy, **options)
             if is_first:
-                go_past(damaged, folder)
+                mark_replaceable(damaged, folder)
             return loaded
     return None
 

@@ -13,7 +13,7 @@ import pytest
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
 from ckptkit.checkpoint.places import StepFolder, step_name
-from ckptkit.checkpoint.write.commit import go_past, stamp
+from ckptkit.checkpoint.write.damage import mark_replaceable, stamp
 from ckptkit.errors import (
     CkptkitError,
     CorruptionError,
@@ -376,7 +376,7 @@ def flip(store: MemoryStore, key: str, at: int = -200) -> None:
 
 def test_a_damaged_step_that_was_gone_past_makes_way_once(store: MemoryStore) -> None:
     step, other = StepFolder(store, step_name(1)), StepFolder(store, step_name(0))
-    go_past([(step, stamp(step), CorruptionError("a bit"))], other)
+    mark_replaceable([(step, stamp(step), CorruptionError("a bit"))], other)
     save(store, OTHER, strategy="fsdp:2")
     assert_is(store, OTHER)
     with pytest.raises(StepExistsError):
@@ -386,7 +386,7 @@ def test_a_damaged_step_that_was_gone_past_makes_way_once(store: MemoryStore) ->
 def test_a_manifest_that_cannot_be_read_makes_way(store: MemoryStore) -> None:
     step, other = StepFolder(store, step_name(1)), StepFolder(store, step_name(0))
     flip(store, step.key("manifest.msgpack"))
-    go_past([(step, stamp(step), FormatError("cut short"))], other)
+    mark_replaceable([(step, stamp(step), FormatError("cut short"))], other)
     save(store, OTHER, strategy="fsdp:2")
     assert_is(store, OTHER)
 
@@ -398,7 +398,7 @@ def test_a_step_whose_bytes_are_sound_never_makes_way(
     store: MemoryStore, problem: Exception
 ) -> None:
     step = StepFolder(store, step_name(1))
-    go_past([(step, stamp(step), problem)], StepFolder(store, step_name(0)))
+    mark_replaceable([(step, stamp(step), problem)], StepFolder(store, step_name(0)))
     before = contents(store)
     with pytest.raises(StepExistsError):
         save(store, OTHER, strategy="fsdp:2")
@@ -407,13 +407,13 @@ def test_a_step_whose_bytes_are_sound_never_makes_way(
 
 def test_what_another_job_saved_since_or_a_later_load_found_sound_stays(store: MemoryStore) -> None:
     step, other = StepFolder(store, step_name(1)), StepFolder(store, step_name(0))
-    go_past([(step, stamp(step), CorruptionError("a bit"))], other)
+    mark_replaceable([(step, stamp(step), CorruptionError("a bit"))], other)
     # By another process, which knows nothing of it.
     save(store, OTHER, strategy="fsdp:2", overwrite=True)
     with pytest.raises(StepExistsError):
         save(store, STATE, strategy="fsdp:2")
-    go_past([(step, stamp(step), CorruptionError("a bit of the network's"))], other)
-    go_past([], step)
+    mark_replaceable([(step, stamp(step), CorruptionError("a bit of the network's"))], other)
+    mark_replaceable([], step)
     with pytest.raises(StepExistsError):
         save(store, STATE, strategy="fsdp:2")
     assert_is(store, OTHER)
@@ -424,7 +424,7 @@ def test_a_run_is_the_same_whatever_link_leads_to_it(tmp_path: Path) -> None:
     save(LocalStore(run), STATE, strategy="fsdp:2")
     link.symlink_to(run)
     folders = [StepFolder(LocalStore(link), step_name(number)) for number in (1, 0)]
-    go_past([(folders[0], stamp(folders[0]), CorruptionError("a bit"))], folders[1])
+    mark_replaceable([(folders[0], stamp(folders[0]), CorruptionError("a bit"))], folders[1])
     save(LocalStore(run), OTHER, strategy="fsdp:2")
     assert_is(run, OTHER)
 

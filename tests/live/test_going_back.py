@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptkit
 from ckptkit.checkpoint.places import step_name
-from ckptkit.checkpoint.write.commit import GONE_PAST
+from ckptkit.checkpoint.write.damage import REPLACEABLE
 from ckptkit.errors import (
     CorruptionError,
     InvalidNameError,
@@ -28,7 +28,7 @@ from ckptkit.errors import (
 from ckptkit.live import Checkpointer, save
 from ckptkit.live.restore import load_into
 from tests.live.pool import Pool
-from tests.live.test_tiers import damage, loaded, refusing, steps, value
+from tests.live.test_tiers import damage, loaded, refusing, save_two, steps, value
 
 
 def test_a_job_that_went_back_keeps_the_steps_it_saves_then(tmp_path: Path) -> None:
@@ -171,9 +171,7 @@ def test_what_another_job_saved_while_a_load_went_past_the_step_stays(tmp_path: 
 
 def test_the_next_job_replaces_a_damaged_step_that_the_last_one_went_past(tmp_path: Path) -> None:
     local, kept = tmp_path / "local", tmp_path / "kept"
-    with Checkpointer(kept, local=local) as saver:
-        for step in (1, 2):
-            saver.save(step, state=value(step))
+    save_two(kept, local)
     shutil.rmtree(local)
     damage(kept, 2)
     saver = Checkpointer(kept, local=local)
@@ -182,17 +180,16 @@ def test_the_next_job_replaces_a_damaged_step_that_the_last_one_went_past(tmp_pa
         saver.save(2, state=value(20))
         with pytest.raises(StorageError):
             saver.close()
-    with patch.dict(GONE_PAST, clear=True), Checkpointer(kept, local=local) as saver:
+    with patch.dict(REPLACEABLE, clear=True), Checkpointer(kept, local=local) as saver:
         assert loaded(saver) == (2, 20.0)
+    assert (local / "replacing.json").read_text() == "{}"
     with Checkpointer(kept, local=tmp_path / "fresh") as saver:
         assert loaded(saver) == (2, 20.0)
 
 
 def test_the_next_job_replaces_no_step_that_was_not_saved_anew(tmp_path: Path) -> None:
     local, kept = tmp_path / "local", tmp_path / "kept"
-    with Checkpointer(kept, local=local) as saver:
-        for step in (1, 2):
-            saver.save(step, state=value(step))
+    save_two(kept, local)
     shutil.rmtree(local)
     packs = {pack: pack.read_bytes() for pack in kept.rglob("*.zip")}
     damage(kept, 2)
@@ -201,7 +198,7 @@ def test_the_next_job_replaces_no_step_that_was_not_saved_anew(tmp_path: Path) -
     for pack, data in packs.items():  # put back from a backup
         pack.write_bytes(data)
     saver = Checkpointer(kept, local=local)
-    with patch.dict(GONE_PAST, clear=True):
+    with patch.dict(REPLACEABLE, clear=True):
         saver.save(2, state=value(20))
         with pytest.raises(StepExistsError):
             saver.close()
@@ -225,9 +222,7 @@ def test_a_load_goes_well_where_nothing_can_be_written_down(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     local, kept = tmp_path / "local", tmp_path / "kept"
-    with Checkpointer(kept, local=local) as saver:
-        for step in (1, 2):
-            saver.save(step, state=value(step))
+    save_two(kept, local)
     damage(local, 2)
     damage(kept, 2)
     (local / "replacing.json").mkdir()

@@ -48,6 +48,13 @@ def loaded(checkpointer: Checkpointer, **options: Any) -> tuple[int, float] | No
     return (restored.step, float(state["s"]["x"][0])) if restored else None
 
 
+def save_two(kept: Path, local: Path) -> None:
+    """Steps 1 and 2, in both places."""
+    with Checkpointer(kept, local=local) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state=value(step))
+
+
 def steps(*places: Path) -> list[list[int]]:
     return [ckptkit.Run(place).steps() for place in places]
 
@@ -221,9 +228,7 @@ def test_a_damaged_step_is_loaded_from_the_other_place(
     gloo: Pool, places: tuple[Path, Path]
 ) -> None:
     local, kept = places
-    with Checkpointer(kept, local=local) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, state=value(step))
+    save_two(kept, local)
     damage(local, 2)
     for fallback in (False, True):
         found = gloo.run(2, restore_damaged, str(kept), str(local), fallback)
@@ -254,9 +259,7 @@ def test_a_step_that_is_damaged_in_both_places_is_saved_anew_in_both(
     places: tuple[Path, Path],
 ) -> None:
     local, kept = places
-    with Checkpointer(kept, local=local) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, state=value(step))
+    save_two(kept, local)
     damage(local, 2)
     damage(kept, 2)
     with Checkpointer(kept, local=local) as checkpointer:
@@ -272,9 +275,7 @@ def test_a_manifest_that_is_damaged_in_the_other_place_is_written_anew(
     places: tuple[Path, Path],
 ) -> None:
     local, kept = places
-    with Checkpointer(kept, local=local) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, state=value(step))
+    save_two(kept, local)
     manifest = kept / "step-0000000002" / MANIFEST
     data = bytearray(manifest.read_bytes())
     data[len(data) // 2] ^= 1
@@ -288,7 +289,7 @@ def test_a_manifest_that_is_damaged_in_the_other_place_is_written_anew(
 
 
 @pytest.mark.parametrize("nearer", [False, True], ids=["in one place", "in two"])
-def test_a_step_that_was_asked_for_and_is_damaged_makes_way_to_the_one_before_it(
+def test_a_step_that_was_asked_for_and_is_damaged_may_replace_to_the_one_before_it(
     places: tuple[Path, Path], nearer: bool
 ) -> None:
     local, kept = places
@@ -310,9 +311,7 @@ def test_a_step_whose_local_manifest_is_damaged_is_loaded_from_the_other_place(
     places: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     local, kept = places
-    with Checkpointer(kept, local=local) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, state=value(step))
+    save_two(kept, local)
     (local / "step-0000000002" / MANIFEST).write_bytes(b"not a manifest")
     with Checkpointer(kept, local=local) as checkpointer:
         assert loaded(checkpointer) == (2, 2.0)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptkit
-from ckptkit.checkpoint.write.commit import GONE_PAST
+from ckptkit.checkpoint.write.damage import REPLACEABLE
 from ckptkit.errors import FormatError
 from ckptkit.plugins.dcp import Reader, Writer
 from ckptkit.plugins.dcp.names import Names, value_in
@@ -82,7 +82,7 @@ def test_a_process_that_saves_knows_what_the_job_went_past(tmp_path: Path) -> No
     load({"w": torch.zeros(8)}, storage_reader=Reader(tmp_path, fallback=True))
     # As `async_save` sends it to a process of its own.
     sent = pickle.dumps(Writer(tmp_path, step=2))
-    GONE_PAST.clear()
+    REPLACEABLE.clear()
     save({"w": torch.ones(8)}, storage_writer=pickle.loads(sent))
     assert not ckptkit.verify(tmp_path)
 

@@ -39,10 +39,9 @@ from ckptkit.checkpoint.write.commit import (
     commit,
     committed_save_id,
     discard,
-    is_unreadable,
-    makes_way,
     tell_commit,
 )
+from ckptkit.checkpoint.write.damage import forget_replacing, is_unreadable, may_replace
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -381,7 +380,7 @@ class _Copying:
         if there == self.save_id:
             return True
         self._replaces |= (
-            is_unreadable(far) if there is None else makes_way(far, near, self.save_id)
+            is_unreadable(far) if there is None else may_replace(far, near, self.save_id)
         )
         if there is None or self._replaces:
             return False
@@ -497,3 +496,5 @@ class _Copying:
         except StepExistsError:
             discard(self.target, self.save_id)
             raise
+        if self._replaces:
+            forget_replacing(self.source)

@@ -25,12 +25,9 @@ everywhere of two jobs that overwrite one step.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +36,7 @@ from ckptkit.checkpoint.places import MANIFEST, StepFolder, manifest_bytes, refu
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import PackRecord, read_record
 from ckptkit.checkpoint.workers import asked_in_threads, at_once
+from ckptkit.checkpoint.write.damage import is_replaceable
 from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import (
     AlreadyExistsError,
@@ -47,7 +45,6 @@ from ckptkit.errors import (
     FormatError,
     PeerError,
     StepExistsError,
-    VersionError,
 )
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.arrays import Alias, ArrayInfo, key_of
@@ -56,100 +53,15 @@ from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, Record, pack_name
 from ckptkit.format.names import DATA_RANK, groups_of
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.storage import Store
 
 
 def refuse_committed(folder: StepFolder) -> None:
     """Raise StepExistsError where the step is committed, or AlreadyExistsError where that was only
     begun.
     """
-    if MANIFEST in folder.store.children(folder.name) and not is_gone_past(folder):
+    if MANIFEST in folder.store.children(folder.name) and not is_replaceable(folder):
         refuse_begun(folder)
         raise _exists(folder)
-
-
-Damage: TypeAlias = tuple[StepFolder, bytes | None, Exception]
-"""A step, the stamp that it had before it was read, and what was wrong with it."""
-
-# Damaged steps that loads of this process went past: where each is, and its stamp.
-GONE_PAST: dict[str, bytes] = {}
-_REPLACING = "replacing.json"
-
-
-def stamp(folder: StepFolder) -> bytes | None:
-    """What tells a save from any other of the same step: the digest of its manifest; None where
-    there is none that can be read from the store.
-    """
-    try:
-        data = manifest_bytes(folder)
-    except (CkptkitError, MemoryError):
-        return None
-    return hashlib.sha256(data).digest() if data else None
-
-
-def go_past(damaged: Iterable[Damage], loaded: StepFolder) -> None:
-    """A load found these steps damaged, and took another one instead. The job comes to their
-    numbers again, and what this process saves then takes their place. Without that the job would
-    end there, again after each start.
-
-    Only a step whose bytes are not what was written makes way, and only while it is that very one:
-    not one that another version wrote, that was renamed, or that was saved anew since. One that was
-    `loaded` never does.
-    """
-    GONE_PAST.pop(_place(loaded), None)
-    for folder, before, error in damaged:
-        # The load went well. A step that cannot be looked at now stays.
-        with suppress(CkptkitError, MemoryError):
-            is_damaged = isinstance(error, CorruptionError) or is_unreadable(folder)
-            if is_damaged and before is not None and before == stamp(folder):
-                GONE_PAST[_place(folder)] = before
-
-
-def is_gone_past(folder: StepFolder) -> bool:
-    """Whether the step is still the damaged one that a load went past: a later save stays."""
-    place = _place(folder)
-    return place in GONE_PAST and stamp(folder) == GONE_PAST[place]
-
-
-def note_replacing(near: StepFolder, far: StepFolder) -> None:
-    """What was saved in the near place is to replace the damaged step in the far one that a load
-    went past. This job may end before it is copied: the next one knows it from here.
-    """
-    if is_gone_past(far):
-        told = _noted(near.store) | {far.name: [(stamp(far) or b"").hex(), committed_save_id(near)]}
-        near.store.put(_REPLACING, json.dumps(told).encode())
-
-
-def makes_way(far: StepFolder, near: Store, save_id: str) -> bool:
-    """Whether this save, which waits in the near place, may replace the step in the far one."""
-    return is_gone_past(far) or _noted(near).get(far.name) == [(stamp(far) or b"").hex(), save_id]
-
-
-def _noted(near: Store) -> dict[str, list[str]]:
-    # What cannot be read says nothing.
-    with suppress(CkptkitError, ValueError, RecursionError):
-        told = json.loads(near.read_whole(_REPLACING, MAX_DOCUMENT_BYTES))
-        return told if isinstance(told, dict) else {}
-    return {}
-
-
-def is_unreadable(folder: StepFolder) -> bool:
-    """Whether the step has a manifest that no version can read."""
-    try:
-        if data := manifest_bytes(folder):
-            Manifest.from_bytes(data, folder.where(MANIFEST))
-    except VersionError:
-        return False
-    except FormatError:
-        return True
-    return False
-
-
-def _place(folder: StepFolder) -> str:
-    """Where a step is, whatever links lead to its run."""
-    location = folder.store.location
-    at = os.path.realpath(location.path) if location.scheme == "file" else str(location)
-    return f"{at}/{folder.name}" if folder.name else at
 
 
 def gather(
@@ -191,7 +103,7 @@ def gather(
 
 def commit(folder: StepFolder, manifest: Manifest, *, overwrite: bool = False) -> None:
     """Make the step exist; see the module's docstring for why each point is safe."""
-    overwrite = overwrite or is_gone_past(folder)
+    overwrite = overwrite or is_replaceable(folder)
     old = committed_save_id(folder) if overwrite else None
     publish(folder, manifest, replace=overwrite)
     if old is not None and old != manifest.save.save_id:

@@ -29,7 +29,7 @@ from ckptkit.checkpoint.places import Place, StepFolder, newest_first, read_mani
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, failing_together
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.write.commit import Damage, go_past, stamp
+from ckptkit.checkpoint.write.damage import Damage, mark_replaceable, stamp
 from ckptkit.errors import (
     CkptkitError,
     FormatError,
@@ -194,7 +194,7 @@ class DcpReader(StorageReader):
                         raise
                     break
             if ranks.rank == 0:
-                go_past(damaged, keys.checkpoint.folder)
+                mark_replaceable(damaged, keys.checkpoint.folder)
         return keys
 
 

@@ -28,7 +28,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together, i
 from ckptkit.checkpoint.rules_file import fitting_presets, of_first_layer
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, uncollected
-from ckptkit.checkpoint.write.commit import GONE_PAST
+from ckptkit.checkpoint.write.damage import REPLACEABLE
 from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.checkpoint.write.writer import HeldKind, Writer
 from ckptkit.errors import (
@@ -235,10 +235,10 @@ class DcpWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # To the process of an asynchronous save, whose job is another one.
         own = {**self.__dict__, "_used": None, "_told": None, "_last": None}
-        return {**own, "_gone_past": dict(GONE_PAST)}
+        return {**own, "_replaceable": dict(REPLACEABLE)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        GONE_PAST.update(state.pop("_gone_past"))
+        REPLACEABLE.update(state.pop("_replaceable"))
         self.__dict__.update(state)
 
     def _filled(self, told: ToldSave, plan: SavePlan, planner: SavePlanner, ranks: Ranks) -> Writer:

@@ -40,7 +40,7 @@ LONGEST_PAUSE = 15.0
 SETTLE_SECONDS = 0.2
 # A server that looks, and then takes the name, lets both of two creators win most races, not all:
 # Swift's S3 interface four of five. All of so many it passes about once in 400,000 times. On a busy
-# machine two creators may come one after the other; of some mostly two come at once.
+# machine two creators may come one after the other; of four, two nearly always meet.
 RACES, CREATORS = 8, 4
 # For this much hashing it is worth asking whether the server does it.
 WORTH_ASKING = 128 << 20
