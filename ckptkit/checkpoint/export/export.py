@@ -32,7 +32,7 @@ from ckptkit.checkpoint.export.formats import (
 from ckptkit.checkpoint.places import Place, check_room, store_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY, bands
-from ckptkit.checkpoint.reshard.chunks import ChunkCopier, check_huge_chunks
+from ckptkit.checkpoint.reshard.copy import ChunkCopier, check_huge_chunks
 from ckptkit.checkpoint.reshard.selection import Selection, check_numbers, choose
 from ckptkit.checkpoint.reshard.target import Budget, resident_bytes
 from ckptkit.checkpoint.reshard.translation import Chosen
@@ -168,7 +168,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
                     keys.append(name)
                     store.put(name, config.read_whole(name, _MOST_BESIDE))
             check_huge_chunks(arrays, checkpoint, budget)
-            copier = ChunkCopier(checkpoint, budget, None, None)
+            copier = ChunkCopier(checkpoint, budget)
             for file in missing:
                 # Before it is written: what fails may be there all the same.
                 keys.extend([file.key] if finished.note else [])

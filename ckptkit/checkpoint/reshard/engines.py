@@ -1,5 +1,5 @@
 """Who copies the packs: the threads of this process, an executor's workers in others, or some
-machines a slice each.
+machines a slice each. And which packs are there already, of an earlier run or of other slices.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from importlib import import_module
 from multiprocessing import resource_tracker
 from typing import Any
 
+import numpy as np
+
+from ckptkit.checkpoint.check.verify import PackBytes, faults_of
 from ckptkit.checkpoint.places import (
     DATA,
     Place,
@@ -30,12 +33,13 @@ from ckptkit.checkpoint.places import (
 )
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, reopened
 from ckptkit.checkpoint.read.packs import read_record
-from ckptkit.checkpoint.reshard.copy import copy_packs
+from ckptkit.checkpoint.reshard.copy import at_work, copy_packs
 from ckptkit.checkpoint.reshard.target import Budget, ReshardOptions, ReshardTarget, target_of
-from ckptkit.checkpoint.workers import LOOK
+from ckptkit.checkpoint.workers import LOOK, Progress
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     CkptkitError,
+    FormatError,
     NotCommittedError,
     NotFoundError,
     PeerError,
@@ -49,6 +53,8 @@ ENGINES = "threads, processes, dask://host:port, ray, ray://host:port or slice:i
 _NAMED = 8
 # Seconds between looks at whether the parent still lives.
 _LOOKS = 0.5
+# What has not been written for so long is taken for abandoned.
+QUIET_SECONDS = 5.0
 
 
 def ranks_to_copy(options: ReshardOptions, source: Store, destination: Store) -> range:
@@ -295,6 +301,89 @@ def _imported(engine: str, package: str) -> Any:
             value=package,
             hint=f"pip install 'ckptkit[{engine}]'",
         ) from error
+
+
+# What an earlier run left: packs that are whole need not be copied again.
+
+
+def finished_packs(
+    target: ReshardTarget,
+    folder: StepFolder,
+    ranks: Sequence[int],
+    progress: Progress | None = None,
+) -> set[int]:
+    """The ranks of these whose packs are there, whole and of these bytes; what is left of others is
+    removed.
+    """
+    store, save_id = folder.store, target.save.save_id
+    data = folder.data(save_id)
+    there = set(store.children(data))
+    finished = set()
+    for rank in ranks:
+        key = f"{data}/{pack_name(rank)}"
+        if pack_name(rank) not in there:
+            continue
+        if not _is_finished(target, folder, rank, progress):
+            # Where a pack is visible before it is finished, another run may still be writing it.
+            may_be_open = store.abilities.claims_names
+            if may_be_open:
+                _wait_until_quiet(store, key)
+            # Another run may have finished it meanwhile, or even have made the step.
+            if not (may_be_open and _is_finished(target, folder, rank, progress)):
+                if committed_save_id(folder) == save_id:
+                    raise at_work(described(store, key))
+                store.delete([key])
+                continue
+        if store.abilities.claims_names:
+            # Its writer may have died between the last byte and making it durable.
+            store.sync([key])
+        finished.add(rank)
+    return finished
+
+
+def _is_finished(
+    target: ReshardTarget, folder: StepFolder, rank: int, progress: Progress | None
+) -> bool:
+    """Whether a pack has the record that it has to have, and the bytes that this says."""
+    tables = ArrayTables()
+    tables.add(target.table, len(target.strategy.mesh.axes))
+    try:
+        found = read_record(folder, target.save.save_id, rank, tables)
+    except (FormatError, NotFoundError):
+        return False
+    record, chunks = found.record, target.chunks_of(rank)
+    numbers = np.repeat(np.arange(len(chunks)), [len(each) for each in chunks])
+    if not (
+        record.save.strategy == target.save.strategy
+        and record.table.digest == target.table.digest
+        and np.array_equal(record.array, numbers)
+        and np.array_equal(record.chunk, np.concatenate([*chunks, np.zeros(0, np.int64)]))
+    ):
+        return False
+    store, key = folder.store, folder.pack(target.save.save_id, pack_name(rank))
+    try:
+        known = PackBytes.of_rank(found, described(store, key))
+        return not faults_of(store, key, found.pack.size, known, progress=progress)
+    except FormatError:
+        return False
+
+
+def _wait_until_quiet(store: Store, key: str) -> None:
+    """Return when nobody has written an unfinished pack for a while: it may belong to another run,
+    which must not lose it.
+    """
+    last = _modified(store, key)
+    age = QUIET_SECONDS if last is None else time.time() - last
+    if age < QUIET_SECONDS:
+        # Whatever the server's clock says: what has not changed since then is quiet.
+        time.sleep(min(QUIET_SECONDS, QUIET_SECONDS - age))
+        if _modified(store, key) not in (last, None):
+            raise at_work(described(store, key))
+
+
+def _modified(store: Store, key: str) -> float | None:
+    folder = key.rpartition("/")[0]
+    return next((entry.modified for entry in store.list(folder) if entry.key == key), None)
 
 
 def commit_packs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -12,25 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.check.state import digest_of
-from ckptkit.checkpoint.check.verify import PackBytes, faults_of
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
     Place,
     StepFolder,
     check_room,
-    described,
     refuse_links,
     step_name,
     step_number,
     stores_at,
 )
 from ckptkit.checkpoint.read.checkpoint import UNKNOWN, Checkpoint, open_checkpoint
-from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.read.stream import LEAST_MEMORY, Limits, Readable, stored_arrays
-from ckptkit.checkpoint.reshard.chunks import cast, check_huge_chunks
-from ckptkit.checkpoint.reshard.copy import at_work, copy_packs, seconds_of
-from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
+from ckptkit.checkpoint.reshard.copy import cast, check_huge_chunks, copy_packs
+from ckptkit.checkpoint.reshard.engines import copy_elsewhere, finished_packs, ranks_to_copy
 from ckptkit.checkpoint.reshard.selection import Selection, check_numbers
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,
@@ -44,25 +41,19 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.workers import Progress, uncollected
+from ckptkit.checkpoint.workers import Progress, share_out, uncollected
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
-from ckptkit.errors import (
-    FormatError,
-    NotFoundError,
-    StepExistsError,
-    UsageError,
-)
-from ckptkit.format.array_table import ArrayTables
+from ckptkit.errors import StepExistsError, UsageError
 from ckptkit.format.manifest import pack_name
 from ckptkit.model import Box, Strategy
 from ckptkit.model.document import counted, parse_size, size_text
 from ckptkit.model.pictures import bytes_picture, card, mesh_picture
-from ckptkit.storage import Options, Store
+from ckptkit.storage import Options, default_pool
 
 # What a chunk adds to a manifest, and about what an array does.
 _CHUNK_BYTES, _ARRAY_BYTES = 24, 160
-# What has not been written for so long is taken for abandoned.
-QUIET_SECONDS = 5.0
+# How much of a source is read to tell the time it takes, and at most written.
+_PROBE_BYTES, _PROBE_PARTS, _PROBE_CHUNKS = 8 << 20, 16, 64
 
 
 class ReshardKeywords(TypedDict, total=False):
@@ -185,7 +176,7 @@ def plan_reshard(
         memory=min(memory, budget.peak),
         workers=budget.workers,
         finished=tuple(finished),
-        seconds=seconds_of(checkpoint, folder, budget, cost) if probe else None,
+        seconds=_seconds_of(checkpoint, folder, budget, cost) if probe else None,
         ranks=ranks,
         checkpoint=checkpoint,
         folder=folder,
@@ -358,7 +349,7 @@ def _digest(source: Checkpoint, target: ReshardTarget) -> str:
 
 def _readable(array: TargetArray, stored: Mapping[str, Readable]) -> Readable:
     """An array of the target, made of what the source has when it is read."""
-    source, dtype, block = array.source, array.info.dtype, 1 << 16
+    source, block = array.source, 1 << 16
     if not array.rows and not array.is_cast:
         return stored[source.name]
 
@@ -371,89 +362,58 @@ def _readable(array: TargetArray, stored: Mapping[str, Readable]) -> Readable:
                 given, found = values.reshape(-1), out.reshape(-1)
                 for start in range(0, len(given), block):
                     some = slice(start, start + block)  # so many elements at a time
-                    cast(array.name, given[some], found[some], (source.dtype, dtype))
+                    cast(array, given[some], found[some])
 
-    return Readable(array.name, source.shape, dtype, source.grid, fill)
-
-
-# What an earlier run left: packs that are whole need not be copied again.
+    return Readable(array.name, source.shape, array.info.dtype, source.grid, fill)
 
 
-def finished_packs(
-    target: ReshardTarget,
-    folder: StepFolder,
-    ranks: Sequence[int],
-    progress: Progress | None = None,
-) -> set[int]:
-    """The ranks of these whose packs are there, whole and of these bytes; what is left of others is
-    removed.
+def _seconds_of(source: Checkpoint, folder: StepFolder, budget: Budget, cost: ReshardCost) -> float:
+    """About how long it takes to read and to write, beside each other: a little of both is tried.
+
+    What is written is a pack that is given up before anyone can take it for one; where even that is
+    cut off, `prune` finds it.
     """
-    store, save_id = folder.store, target.save.save_id
-    data = folder.data(save_id)
-    there = set(store.children(data))
-    finished = set()
-    for rank in ranks:
-        key = f"{data}/{pack_name(rank)}"
-        if pack_name(rank) not in there:
-            continue
-        if not _is_finished(target, folder, rank, progress):
-            # Where a pack is visible before it is finished, another run may still be writing it.
-            may_be_open = store.abilities.claims_names
-            if may_be_open:
-                _wait_until_quiet(store, key)
-            # Another run may have finished it meanwhile, or even have made the step.
-            if not (may_be_open and _is_finished(target, folder, rank, progress)):
-                if committed_save_id(folder) == save_id:
-                    raise at_work(described(store, key))
+    manifest, store, reading, writing = source.manifest, folder.store, 0.0, 0.0
+    if cost.bytes_read:
+        # Chunks all over the step: its beginning may be in a cache, and the rest not.
+        spread = np.linspace(0, len(manifest.pack) - 1, _PROBE_CHUNKS).astype(np.int64)
+        rows: list[int] = np.unique(spread).tolist()
+        sizes = np.minimum(manifest.length[rows], _PROBE_BYTES).astype(np.int64).tolist()
+
+        def read(row: int) -> None:
+            size, offset = min(_PROBE_BYTES, int(manifest.length[row])), int(manifest.offset[row])
+            with (
+                default_pool().take(_PROBE_BYTES) as memory,
+                memory[:size] as data,
+                source.packs.use(int(manifest.pack[row])) as opened,
+            ):
+                opened.read_into(offset, data)
+
+        with source:
+            began = time.perf_counter()
+            share_out(rows, read, budget.workers * budget.pace.requests)
+            reading = cost.bytes_read * (time.perf_counter() - began) / max(1, sum(sizes))
+    if cost.bytes_written:
+        size = min(_PROBE_BYTES, cost.bytes_written)
+        parts = min(_PROBE_PARTS, cost.bytes_written // size)
+        key = folder.pack(f"probe-{os.urandom(8).hex()}", pack_name(0))
+        sink = store.create(key, [size] * parts, memory=budget.sink_bytes)
+        is_kept = store.abilities.waits_for_answers
+
+        def write(part: int) -> None:
+            with default_pool().take(size) as memory:
+                np.frombuffer(memory, np.uint8)[:] = part
+                sink.write(part, memory)
+
+        try:
+            began = time.perf_counter()
+            share_out(range(parts), write, budget.workers)
+            if is_kept:
+                # What a sink keeps is on its way only, and there when it is finished.
+                sink.finish()
+            writing = cost.bytes_written * (time.perf_counter() - began) / (size * parts)
+        finally:
+            sink.abort()
+            if is_kept:
                 store.delete([key])
-                continue
-        if store.abilities.claims_names:
-            # Its writer may have died between the last byte and making it durable.
-            store.sync([key])
-        finished.add(rank)
-    return finished
-
-
-def _is_finished(
-    target: ReshardTarget, folder: StepFolder, rank: int, progress: Progress | None
-) -> bool:
-    """Whether a pack has the record that it has to have, and the bytes that this says."""
-    tables = ArrayTables()
-    tables.add(target.table, len(target.strategy.mesh.axes))
-    try:
-        found = read_record(folder, target.save.save_id, rank, tables)
-    except (FormatError, NotFoundError):
-        return False
-    record, chunks = found.record, target.chunks_of(rank)
-    numbers = np.repeat(np.arange(len(chunks)), [len(each) for each in chunks])
-    if not (
-        record.save.strategy == target.save.strategy
-        and record.table.digest == target.table.digest
-        and np.array_equal(record.array, numbers)
-        and np.array_equal(record.chunk, np.concatenate([*chunks, np.zeros(0, np.int64)]))
-    ):
-        return False
-    store, key = folder.store, folder.pack(target.save.save_id, pack_name(rank))
-    try:
-        known = PackBytes.of_rank(found, described(store, key))
-        return not faults_of(store, key, found.pack.size, known, progress=progress)
-    except FormatError:
-        return False
-
-
-def _wait_until_quiet(store: Store, key: str) -> None:
-    """Return when nobody has written an unfinished pack for a while: it may belong to another run,
-    which must not lose it.
-    """
-    last = _modified(store, key)
-    age = QUIET_SECONDS if last is None else time.time() - last
-    if age < QUIET_SECONDS:
-        # Whatever the server's clock says: what has not changed since then is quiet.
-        time.sleep(min(QUIET_SECONDS, QUIET_SECONDS - age))
-        if _modified(store, key) not in (last, None):
-            raise at_work(described(store, key))
-
-
-def _modified(store: Store, key: str) -> float | None:
-    folder = key.rpartition("/")[0]
-    return next((entry.modified for entry in store.list(folder) if entry.key == key), None)
+    return max(reading, writing)

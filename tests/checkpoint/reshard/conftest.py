@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.checkpoint.reshard import plan
+from ckptkit.checkpoint.reshard import engines
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is unfinished counts as abandoned at once."""
-    monkeypatch.setattr(plan, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(engines, "QUIET_SECONDS", 0.0)

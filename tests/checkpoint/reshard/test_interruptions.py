@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.reshard import plan
+from ckptkit.checkpoint.reshard import engines
 from ckptkit.errors import (
     CkptkitError,
     CorruptionError,
@@ -60,11 +60,11 @@ def test_whatever_fails_leaves_no_step_and_the_next_run_finishes(
 
 _KILLED = """
 import sys
-from ckptkit.checkpoint.reshard import plan
+from ckptkit.checkpoint.reshard import engines
 from ckptkit.storage import LocalStore
 from tests.storage.failing import FailingStore
 from tests.checkpoint.reshard.toy import reshard
-plan.QUIET_SECONDS = 0.0
+engines.QUIET_SECONDS = 0.0
 source, destination = map(LocalStore, sys.argv[1:3])
 for fail_at in map(int, sys.argv[3:]):
     import os
@@ -130,7 +130,7 @@ def test_a_pack_that_another_run_is_writing_is_left_to_it(
     reshard(source, destination, "tp:4", engine="slice:0/4")
     (pack,) = destination.glob("step-*/data/*/rank-00000.zip")
     whole = pack.read_bytes()
-    monkeypatch.setattr(plan, "QUIET_SECONDS", 0.5)
+    monkeypatch.setattr(engines, "QUIET_SECONDS", 0.5)
     done = threading.Event()
 
     def write() -> None:

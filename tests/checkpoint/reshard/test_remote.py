@@ -9,7 +9,7 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoint.places import stores_at
-from ckptkit.checkpoint.reshard import plan
+from ckptkit.checkpoint.reshard import engines
 from ckptkit.checkpoint.reshard.engines import Task
 from ckptkit.checkpoint.reshard.target import Budget, ReshardOptions
 from ckptkit.storage import Address, LocalStore, Location, MemoryStore
@@ -109,7 +109,7 @@ def test_an_unfinished_looking_pack_is_replaced_at_once(monkeypatch: pytest.Monk
     def wait(*_: object) -> None:
         raise AssertionError("nobody can still be writing what can be seen")
 
-    monkeypatch.setattr(plan, "_wait_until_quiet", wait)
+    monkeypatch.setattr(engines, "_wait_until_quiet", wait)
     whole = RemoteStore()
     reshard(saved("fsdp:3"), whole, "tp:4")
     objects = contents(whole.behind)

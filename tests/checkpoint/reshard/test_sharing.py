@@ -12,7 +12,7 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoint.read.reader import Wanted
-from ckptkit.checkpoint.reshard.chunks import SharedChunks
+from ckptkit.checkpoint.reshard.copy import SharedChunks
 from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.reshard import chunks
+from ckptkit.checkpoint.reshard import copy
 from ckptkit.errors import CorruptionError
 from ckptkit.model import Box
 from ckptkit.storage import MemoryStore
@@ -29,7 +29,7 @@ def test_packs_are_the_same_bytes_however_small_chunks_are_filled(
 ) -> None:
     at_once, one_by_one = MemoryStore(), MemoryStore()
     reshard(saved(source), at_once, to)
-    monkeypatch.setattr(chunks, "_SMALL", 0)
+    monkeypatch.setattr(copy, "_SMALL", 0)
     reshard(saved(source), one_by_one, to)
     packs = [entry.key for entry in at_once.list() if entry.key.endswith(".zip")]
     assert packs
