@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing import resource_tracker
@@ -166,23 +166,18 @@ def copy_pack(task: Task) -> int:
     return task.rank
 
 
-@contextmanager
-def _executor(engine: str | Executor, workers: int) -> Iterator[Executor]:
+def _executor(engine: str | Executor, workers: int) -> AbstractContextManager[Executor]:
     """The executor of an engine's name, for as long as the block lasts."""
     if isinstance(engine, Executor):
-        yield engine
-    elif engine == "processes":
+        return nullcontext(engine)
+    if engine == "processes":
         context = multiprocessing.get_context("spawn")
         own = (os.getpid(),)
         resource_tracker.ensure_running()  # begun later, it would undo `_unheard`
-        with ProcessPoolExecutor(workers, context, initializer=_follow, initargs=own) as pool:
-            yield pool
-    elif engine.startswith("dask://"):
-        with _dask_executor(engine.removeprefix("dask://")) as found:
-            yield found
-    else:
-        with _ray_executor(engine if "://" in engine else "") as found:
-            yield found
+        return ProcessPoolExecutor(workers, context, initializer=_follow, initargs=own)
+    if engine.startswith("dask://"):
+        return _dask_executor(engine.removeprefix("dask://"))
+    return _ray_executor(engine if "://" in engine else "")
 
 
 @contextmanager
@@ -240,11 +235,10 @@ def _ray_executor(address: str) -> Iterator[Executor]:
             ray.init(address=address or None, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise PeerError("no Ray cluster answers", where=address, hint=str(error)) from error
-    executor = _RayExecutor(ray)
     try:
-        yield executor
+        with _RayExecutor(ray) as executor:
+            yield executor
     finally:
-        executor.shutdown()
         if started:
             ray.shutdown()
 
