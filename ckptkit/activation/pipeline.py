@@ -15,7 +15,7 @@ from ckptkit.activation.memory import MemoryStats, storages_in
 from ckptkit.activation.offload import OffloadedForward, OwnedMemory, SavedTensor
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.errors import UsageError
-from ckptkit.live.wrappers.training import Model
+from ckptkit.live.wrappers import Model
 from ckptkit.storage.base.store import Closing
 
 

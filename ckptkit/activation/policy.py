@@ -33,8 +33,8 @@ from ckptkit.activation.recompute import BufferCopies, Recomputed, Undo, selecti
 from ckptkit.errors import UsageError
 from ckptkit.live.state.entries import canonical_names, every_module
 from ckptkit.live.state.ranks import current_world, meeting
+from ckptkit.live.wrappers import Model
 from ckptkit.live.wrappers.modules import CONTAINERS
-from ckptkit.live.wrappers.training import Model
 from ckptkit.model.document import parse_size
 
 _LOG = logging.getLogger("ckptkit.activation")

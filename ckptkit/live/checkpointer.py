@@ -26,7 +26,6 @@ from ckptkit.errors import (
 from ckptkit.format.names import pattern_list
 from ckptkit.live.background import Background, Preemption, Tiers
 from ckptkit.live.comparison import LoadOptions
-from ckptkit.live.last_save import LastSave
 from ckptkit.live.restore import (
     NOT_LOADED,
     Restored,
@@ -35,10 +34,10 @@ from ckptkit.live.restore import (
     load_into,
     raise_alike,
 )
-from ckptkit.live.save import PreparedSave, SaveOptions, prepare
+from ckptkit.live.save import LastSave, PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, current_world, next_name, ranks_of
-from ckptkit.live.wrappers.training import Training, TrainingObjects
+from ckptkit.live.wrappers import Training, TrainingObjects
 from ckptkit.model.document import size_text
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Options
@@ -353,7 +352,7 @@ class Checkpointer:
                     save.check_replicas()
                     save.writer.commit()
                     self._forget_before(save.ranks)
-                self._last.keep(save.writer.plan, save.basis)
+                self._last.keep(save)
                 if self._world.rank == 0:
                     seconds = time.perf_counter() - started
                     speed = size_text(save.nbytes / seconds)

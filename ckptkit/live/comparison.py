@@ -34,7 +34,7 @@ from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import listed, put_together
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
 from ckptkit.live.state.trees import arrays_in, no_tensor, put_tensors, replace_leaves, with_own
-from ckptkit.live.wrappers.training import Training
+from ckptkit.live.wrappers import Training
 
 _SHOWN = 8
 

@@ -54,7 +54,7 @@ from ckptkit.live.state.ranks import (
 )
 from ckptkit.live.state.tensors import devices_of, synchronize
 from ckptkit.live.state.trees import put_tensors
-from ckptkit.live.wrappers.training import Training, TrainingObjects
+from ckptkit.live.wrappers import Training, TrainingObjects
 from ckptkit.model.document import size_text
 from ckptkit.storage import Options, Store
 

@@ -24,7 +24,7 @@ from ckptkit.live.state.entries import Saved, SavedState
 from ckptkit.live.state.ranks import Documents
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors
-from ckptkit.live.wrappers.training import Training
+from ckptkit.live.wrappers import Training
 
 _COMPARE_MEMORY = 64 << 20
 

@@ -1,49 +1,64 @@
 """What `Checkpointer.save` does before anything is written: `prepare` looks, agrees, lays out and,
-where asked to, stages. The call itself, and what is done after that, is in `checkpointer`.
+where asked to, stages. The call itself, and what is done after that, is in `checkpointer`; what it
+leaves to the next one is a `LastSave`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import threading
 import zlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks
 from ckptkit.checkpoint.rules_file import fitting_presets, of_first_layer
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, uncollected
+from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.checkpoint.write.writer import HeldKind, Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
-from ckptkit.format.leaves import canonical, dumps
+from ckptkit.format.leaves import canonical
 from ckptkit.format.names import inner_name, join, matches
-from ckptkit.live.last_save import Basis, LastSave
-from ckptkit.live.snapshot import Snapshot, rules_of, take_snapshot
+from ckptkit.live.snapshot import Outline, Snapshot, rules_of, take_snapshot
 from ckptkit.live.state.parts import HandCuts, LiveTensor
-from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed, put_together
+from ckptkit.live.state.ranks import (
+    Agreement,
+    StoreRanks,
+    World,
+    copying_threads,
+    listed,
+    put_together,
+)
 from ckptkit.live.state.tensors import (
     bits_of,
     checksum,
     checksum_of,
+    devices_of,
     dtype_of,
+    host_memory,
+    synchronize,
 )
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
-from ckptkit.live.wrappers.training import Training
+from ckptkit.live.state.trees import Keys, keys_digest, keys_of_some, own_apart, tensors_inline
+from ckptkit.live.wrappers import Training
 from ckptkit.model import Shard, Strided
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, may_cut
-from ckptkit.storage import Store
+from ckptkit.storage import AlignedBuffer, BufferPool, Store
 
 _THREADS_BESIDE = 2  # the training
+_ALIGNMENT = 64
 
-Held: TypeAlias = tuple[LiveTensor, npt.NDArray[Any]]
-"""A tensor, and its elements."""
+WithValues: TypeAlias = Sequence[tuple[LiveTensor, npt.NDArray[Any]]]
+"""Tensors, each with its elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +157,12 @@ def prepare(
     on_devices = not all(held.local.is_cpu for held in tensors)
     tensors = last.hold(tensors) if on_devices else tensors
     # The elements of each, made once: of 100,000 tensors that takes a tenth of a second.
-    held = [(tensor, bits_of(tensor.name, tensor.local)) for tensor in tensors]
+    values = [(held, bits_of(held.name, held.local)) for held in tensors]
 
     # Agree with the other ranks, and lay out what this one writes of it. Where tensors are those of
     # the last save, what was found out for them then holds.
     known = basis if basis is not None and snapshot.outline is basis.outline else None
-    agreed = _agree(ranks, step, training, snapshot, held, options, known)
+    agreed = _agree(ranks, step, training, snapshot, values, options, known)
     cancelled = threading.Event()
 
     def progress(nbytes: int) -> None:
@@ -168,7 +183,7 @@ def prepare(
         threads=_writing_threads(store, options, world),
         progress=progress,
     )
-    _lay_out(writer, snapshot, agreed, rules_of(training, options.rules), options, last)
+    _lay_out(writer, training, snapshot, values, agreed, options, last)
 
     # Stage: what came from devices is a copy already.
     if options.copies_first and not on_devices:
@@ -178,14 +193,12 @@ def prepare(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Agreed:
-    """What the ranks have agreed on, and what this one saves of its state."""
+    """What the ranks of a job have told each other before a save."""
 
     details: dict[str, Any]
     preset: str | None
-    tensors: Sequence[Held]
-    tied: Mapping[str, str]
-    """Second names of tensors, with the first."""
-    objects: Mapping[str, object]
+    agreement: Agreement
+    keys_of_some: Mapping[Keys, list[int]]
     compared: Sequence[tuple[str, int, int]] | None
     nbytes: int
     basis: Basis | None
@@ -196,7 +209,7 @@ def _agree(
     step: int,
     training: Training,
     snapshot: Snapshot,
-    held: Sequence[Held],
+    values: WithValues,
     options: SaveOptions,
     known: Basis | None,
 ) -> _Agreed:
@@ -205,32 +218,29 @@ def _agree(
     """
     # What only some pipeline stages have, or owners of ZeRO-1.
     topology, trees = snapshot.topology, snapshot.open_trees
-    parameters = {tensor.name: tensor for tensor, _ in held if tensor.role == "param"}
+    mesh, pipeline = topology.strategy.mesh, topology.pipeline
+    parameters = {held.name: held for held, _ in values if held.role == "param"}
 
     def fingerprint(name: str) -> object:
         """What a parameter holds; buffers of one name may differ from stage to stage."""
-        if (tensor := parameters.get(name)) is None:
+        if (held := parameters.get(name)) is None:
             return None
-        dtype = str(dtype_of(name, tensor.local))
-        return [dtype, list(tensor.shape), checksum(name, tensor.local)]
+        return [str(dtype_of(name, held.local)), list(held.shape), checksum(name, held.local)]
 
-    names = [*(tensor.name for tensor in snapshot.tensors), *snapshot.tied]
+    names = [*(held.name for held in snapshot.tensors), *snapshot.tied]
     # Extra state is that of the first rank which has the module, as buffers are.
-    values = tensors_inline(snapshot.values, "model")
-    agreement = put_together(ranks, topology, names, snapshot.optimizers, values, fingerprint)
+    extra = tensors_inline(snapshot.values, "model")
+    agreement = put_together(ranks, topology, names, snapshot.optimizers, extra, fingerprint)
 
     # The step and its details, which stages may tell differently, and what ranks may have of their
     # own: keys of nested dictionaries, and values that nothing keeps the same, which are compared
     # before the commit. Ranks meet here for such keys only: else a late one keeps nobody waiting.
     numbered = known.replicas if known else _replicas(snapshot, options.differing)
-    replicas = [(held[n][0].name, first, checksum_of(held[n][1])) for n, first in numbered]
-    plain = _plain_values(snapshot, values, options.differing)
-    # In whatever order they are, the same keys have the same digest.
-    ordered = sorted((list(keys) for keys in _keys(trees)), key=dumps)
-    keys = hashlib.sha256(dumps(ordered)).digest() if trees else b""
+    replicas = [(values[n][0].name, first, checksum_of(values[n][1])) for n, first in numbered]
+    plain = _plain_values(snapshot, extra, options.differing)
+    keys = keys_digest(trees)
     # With stages all ranks meet: the first one may have nothing to compare where others have.
-    compares = bool(replicas) or bool(trees) or topology.pipeline is not None
-    compares = compares and ranks.world_size > 1
+    compares = ranks.world_size > 1 and bool(replicas or trees or pipeline is not None)
 
     def as_rank_0_has_it() -> tuple[int, dict[str, Any], bytes, bool, dict[str, int], str | None]:
         preset = known.preset if known else _preset(snapshot, options.chunk_bytes)
@@ -242,63 +252,53 @@ def _agree(
     compared = None
     if compares:
         # Stages of a pipeline have groups of their own: the first rank of each is what counts.
-        mesh = topology.strategy.mesh
         here = enumerate(mesh.coords(ranks.rank))
-        first = mesh.rank(tuple(at if axis == topology.pipeline else 0 for axis, at in here))
-        compared = [*((n, first, crc) for n, crc in plain.items()), *replicas]
+        first = mesh.rank(tuple(at if axis == pipeline else 0 for axis, at in here))
+        compared = [*((name, first, crc) for name, crc in plain.items()), *replicas]
     elif apart := [name for name, crc in plain.items() if theirs.get(name, crc) != crc]:
         raise _not_alike(apart[0], [ranks.rank], len(apart))
+    some = keys_of_some(ranks, trees, differs=keys != first_keys) if first_keys else {}
 
-    # What is left for this rank: each tensor that no earlier stage saves, and what it alone has.
-    objects = dict(snapshot.objects)
-    some: dict[Keys, list[int]] = {}
-    if first_keys and ranks.world_size > 1:
-        some = _keys_of_some(ranks, trees, differs=keys != first_keys)
-        objects, own = own_apart(topology, objects, [tensor for tensor, _ in held], some)
-        held = [(tensor, bits) for tensor, (_, bits) in zip(own, held, strict=True)]
-    if ranks.rank == 0:
-        of_all = {"model": dict(agreement.values), "optimizer": agreement.optimizers}
-        objects |= {group: values for group, values in of_all.items() if values}
-    elsewhere = agreement.elsewhere
     # Stages are taken to be alike.
-    stages = 1 if topology.pipeline is None else topology.strategy.mesh.sizes[topology.pipeline]
-    nbytes = known.nbytes if known else stages * sum(it.nbytes for it in snapshot.tensors)
+    stages = 1 if pipeline is None else mesh.sizes[pipeline]
+    nbytes = known.nbytes if known else stages * sum(held.nbytes for held in snapshot.tensors)
     basis = None
     if snapshot.outline is not None and not some:
-        basis = Basis(snapshot.outline, numbered, elsewhere, preset, nbytes)
-    return _Agreed(
-        details=details,
-        preset=preset,
-        tensors=[each for each in held if each[0].name not in elsewhere],
-        tied={name: first for name, first in snapshot.tied.items() if name not in elsewhere},
-        objects=objects,
-        compared=compared,
-        nbytes=nbytes,
-        basis=basis,
-    )
+        basis = Basis(snapshot.outline, numbered, agreement.elsewhere, preset, nbytes)
+    return _Agreed(details, preset, agreement, some, compared, nbytes, basis)
 
 
 def _lay_out(
     writer: Writer,
+    training: Training,
     snapshot: Snapshot,
+    values: WithValues,
     agreed: _Agreed,
-    rules: HandCuts,
     options: SaveOptions,
     last: LastSave,
 ) -> None:
-    """Add what this rank saves to what it writes: as the last time where nothing but the values is
-    new.
+    """Add to what this rank writes all that no earlier stage saves, and what it alone has: as the
+    last time where nothing but the values is new.
     """
+    topology, agreement = snapshot.topology, agreed.agreement
+    objects = dict(snapshot.objects)
+    if some := agreed.keys_of_some:
+        objects, own = own_apart(topology, objects, [held for held, _ in values], some)
+        values = [(held, bits) for held, (_, bits) in zip(own, values, strict=True)]
+    if topology.rank == 0:
+        of_all = {"model": dict(agreement.values), "optimizer": agreement.optimizers}
+        objects |= {group: known for group, known in of_all.items() if known}
+    values = [each for each in values if each[0].name not in agreement.elsewhere]
     writer.like = last.plan
     if (plan := last.plan) and agreed.basis is not None and agreed.basis == last.basis:
-        pairs = zip(agreed.tensors, plan.parts, strict=True)
+        pairs = zip(values, plan.parts, strict=True)
         writer.add_again([None if part.is_empty else bits for (_, bits), part in pairs])
     else:
-        topology = snapshot.topology
+        rules = rules_of(training, options.rules)
         sliced = _sliced(topology, [rules, HandCuts.of(agreed.preset)])
         # Layers are alike: what one has found out holds for all.
         kinds: dict[Hashable, HeldKind] = {}
-        for held, bits in agreed.tensors:
+        for held, bits in values:
             name, shape, dtype = held.name, held.shape, dtype_of(held.name, held.local)
             is_large = may_cut(math.prod(shape) * dtype.itemsize, options.chunk_bytes)
             dims = sliced(held) if is_large else None
@@ -308,9 +308,10 @@ def _lay_out(
                 kinds[key] = writer.kind(name, shape, dtype, placements, held.role, dims)
             kind = kinds[key]
             writer.add_alike(name, kind, None if kind.part.is_empty else bits, held.of)
-        for name, first in agreed.tied.items():
-            writer.add_alias(name, first)
-    for group, value in agreed.objects.items():
+        for name, first in snapshot.tied.items():
+            if name not in agreement.elsewhere:
+                writer.add_alias(name, first)
+    for group, value in objects.items():
         writer.add_object(group, value)
 
 
@@ -425,28 +426,75 @@ def _not_alike(name: str, those: Sequence[int], count: int) -> PeerError:
     )
 
 
-def _keys_of_some(
-    ranks: Ranks, trees: Mapping[str, Any], *, differs: bool
-) -> dict[Keys, list[int]]:
-    """What only some ranks have in their nested dictionaries, the outermost keys, with the ranks
-    that have them.
+class LastSave:
+    """What the last save of a job leaves to the next one; before the first that is nothing.
+
+    - Memory of the size of this rank's state: pinned where a device copies into it, a pool of one
+      buffer where the writer itself copies from host memory.
+    - The plan, and the `Basis` that it rests on: mostly only values have changed, and both hold.
+      Without a basis the writer itself compares what is added with what its plan was made for.
+
+    Besides the memory that is about 2.5 KB an array.
     """
-    if not ranks.agree(differs, any):
-        return {}
 
-    def of_some(heard: list[list[Keys]]) -> list[tuple[Keys, list[int]]]:
-        holders: dict[Keys, list[int]] = {}
-        for rank, said in enumerate(heard):
-            for keys in said:
-                holders.setdefault(keys, []).append(rank)
-        some = {keys: those for keys, those in holders.items() if len(those) < ranks.world_size}
-        return [(keys, those) for keys, those in some.items() if keys[:-1] not in some]
+    def __init__(self) -> None:
+        self.plan: PackPlan | None = None
+        self.basis: Basis | None = None
+        self.pool = _PoolOfOne()
+        self._memory: torch.Tensor | None = None
 
-    return dict(ranks.agree(list(_keys(trees)), of_some))
+    def hold(self, tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
+        """The same tensors in this memory; complete, and independent of those, on return."""
+        padded = (-(-held.local.nbytes // _ALIGNMENT) * _ALIGNMENT for held in tensors)
+        *starts, size = accumulate(padded, initial=0)
+        devices = devices_of(held.local for held in tensors)
+        pinned = any(device.type == "cuda" for device in devices)
+        # What other streams still compute is part of the state, and copies here wait for none.
+        synchronize(devices)
+        memory = self._memory
+        if memory is None or memory.nbytes < size or memory.is_pinned() < pinned:
+            memory = self._memory = None  # freed first: two would be twice the promised memory
+            memory = self._memory = host_memory(size, devices)
+        copies = []
+        for held, start in zip(tensors, starts, strict=True):
+            local = held.local
+            copy = memory[start : start + local.nbytes].view(local.dtype).view(local.shape)
+            # Torch copies the bits of a conjugate and then turns the copy, on the host, whether
+            # they have arrived or not: so it is turned before.
+            copy.copy_(local.resolve_conj().resolve_neg(), non_blocking=True)
+            copies.append(held.in_memory(copy))
+        synchronize(devices)
+        return copies
+
+    def keep(self, save: PreparedSave) -> None:
+        """Remember what was found out for a save that is committed."""
+        self.plan, self.basis = save.writer.plan, save.basis
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._memory = self.plan = self.basis = None
+        self.pool.clear()
 
 
-def _keys(tree: object, above: Keys = ()) -> Iterator[Keys]:
-    if isinstance(tree, dict) and not is_mark(tree):
-        for key, value in tree.items():
-            yield (*above, key)
-            yield from _keys(value, (*above, key))
+class Basis(NamedTuple):
+    """What the plan of a save rests on: what this rank has, and what other ranks have said."""
+
+    outline: Outline
+    replicas: list[tuple[int, int]]
+    """The tensors that are compared between ranks: their numbers, and the first rank of each."""
+    elsewhere: frozenset[str]
+    """The tensors that an earlier stage saves."""
+    preset: str | None
+    nbytes: int
+
+
+class _PoolOfOne(BufferPool):
+    """Keeps the last buffer, whatever its size, and never two: states grow by optimizer state."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=sys.maxsize)
+
+    def take(self, size: int, *, congruent_to: int = 0) -> AlignedBuffer:
+        if not self.has(size, congruent_to=congruent_to):
+            self.clear()
+        return super().take(size, congruent_to=congruent_to)

@@ -30,9 +30,9 @@ from ckptkit.live.state.entries import (
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import World, current_world
 from ckptkit.live.state.tensors import local_of, parts_of_tensor
+from ckptkit.live.wrappers import Training
 from ckptkit.live.wrappers.fsdp1 import FlatPart, FSDP1Optimizer
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, fresh_state
-from ckptkit.live.wrappers.training import Training
 
 State = dict[str, Any]
 

@@ -26,7 +26,7 @@ from ckptkit.live.state.entries import Saved, SavedState, StateMismatchError
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import Documents, current_world
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
-from ckptkit.live.wrappers.training import Model, Training
+from ckptkit.live.wrappers import Model, Training
 from ckptkit.model import DTYPES, Box, Strategy
 
 StateDict: TypeAlias = dict[str, Any]

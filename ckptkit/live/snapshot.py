@@ -16,7 +16,6 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format.names import ALIKE, WRAPPED, join
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
-from ckptkit.live.last_save import Look, Outline
 from ckptkit.live.state.entries import (
     Line,
     ModelEntry,
@@ -40,12 +39,13 @@ from ckptkit.live.state.tensors import (
     as_spread,
     check_plain,
     checksum,
+    is_plain,
     local_of,
     parts_of_tensor,
 )
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
-from ckptkit.live.wrappers.training import Training
+from ckptkit.live.wrappers import Training
 from ckptkit.model import Placement, Shard, Strategy, Strided
 
 Trees: TypeAlias = Mapping[str, tuple[Any, dict[str, torch.Tensor], bool]]
@@ -57,6 +57,18 @@ SaidLayout: TypeAlias = tuple[tuple[int, ...], Mapping[str, Placement]]
 
 _NOT_CUT: Mapping[str, Placement] = {}
 _NO_MEMORY = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """What a snapshot found out of tensors, without their memory: `seen` is all that it follows
+    from, in the order in which it was looked at.
+    """
+
+    topology: Topology
+    seen: list[object]
+    tensors: list[LiveTensor]
+    tied: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,31 +132,27 @@ def take_snapshot(
         states, documents = _optimizers(training, entries)
     objects |= {group: skeleton for group, (skeleton, _, _) in nested.items()}
 
-    def show(to: Look | Collector) -> None:
-        to.add_model(entries)
-        for state in states:
-            to.add_optimizer(state)
-        for _, inside, is_replicated in nested.values():
-            to.add_tree(inside, is_replicated=is_replicated)
-
-    look = Look([topology, known, staged], is_usual=outlined)
-    if outlined:
-        show(look)
-    collector = Collector(topology, known, staged=staged, are_plain=look.is_usual)
+    seen: list[object] = [topology, known, staged]
+    here = _look(seen, entries, states, nested) if outlined else None
+    collector = Collector(topology, known, staged=staged, are_plain=here is not None)
     outline: Outline | None = None
-    if last is not None and look.is_usual and last.seen == look.seen:
+    if last is not None and here is not None and last.seen == seen:
         # Nothing but memory is another.
-        pairs = zip(last.tensors, look.locals, strict=True)
+        pairs = zip(last.tensors, here, strict=True)
         collector.tensors = [held.in_memory(local) for held, local in pairs]
         collector.tied, outline = last.tied, last
     else:
-        show(collector)
+        collector.add_model(entries)
+        for state in states:
+            collector.add_optimizer(state)
+        for _, inside, is_replicated in nested.values():
+            collector.add_tree(inside, is_replicated=is_replicated)
         found = collector.tensors
         is_asked = collector.compared or collector.made or any(h.own is not None for h in found)
-        if look.is_usual and not is_asked:
+        if here is not None and not is_asked:
             # No memory is kept alive from one save to the next.
             bare = [held.in_memory(_NO_MEMORY) for held in found]
-            outline = Outline(topology, look.seen, bare, collector.tied)
+            outline = Outline(topology, seen, bare, collector.tied)
     objects |= collector.compared
     says_all = training.model is not None or mesh is not None or world.size == 1
     spread = topology.strategy if says_all else None
@@ -170,6 +178,55 @@ def take_snapshot(
         outline=outline,
         collector=collector,
     )
+
+
+def _look(
+    seen: list[object],
+    entries: Sequence[ModelEntry],
+    states: Sequence[Sequence[StateEntry]],
+    nested: Trees,
+) -> list[torch.Tensor] | None:
+    """Add to `seen` what tensors are, which takes much less time than to collect them, and return
+    what this rank holds of them; None where some have no elements of their own, which are looked
+    at each time.
+
+    All that `Collector` asks of an entry or a tensor has to be in `seen`. Values need not be: they
+    are read from where the tensors lie now.
+    """
+    tensors: list[torch.Tensor] = []
+    seen.append(len(entries))
+    first: dict[int, int] = {}  # which parameters and buffers are one tensor
+    for number, entry in enumerate(entries):
+        name, value, is_parameter, shared, _, is_kept, is_broadcast = entry
+        is_tensor = isinstance(value, torch.Tensor)
+        known = first.setdefault(id(value), number) if is_tensor else None
+        seen += (name, is_parameter, shared, is_kept, is_broadcast, known)
+        if known == number:
+            if "_st_info" in value.__dict__:
+                return None  # each time it becomes another DTensor
+            tensors.append(value)
+    for state in states:
+        seen.append(len(state))
+        for parameter, key, value, shared in state:
+            is_tensor = isinstance(value, torch.Tensor)
+            seen += (parameter, key, shared, is_tensor)
+            if is_tensor:
+                tensors.append(value)
+    for _, inside, is_replicated in nested.values():
+        seen += (len(inside), is_replicated, *inside)
+        tensors += inside.values()
+    here: list[torch.Tensor] = []
+    for tensor in tensors:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        # What is amiss with one is told by who collects it.
+        if not is_plain(local):
+            return None
+        if isinstance(tensor, DTensor):
+            spec = tensor._spec
+            seen += (tensor.shape, tensor.dtype, spec.mesh, spec.placements)
+        seen += (type(tensor), local.shape, local.dtype, local.device)
+        here.append(local.detach() if local.requires_grad else local)
+    return here
 
 
 def with_optimizers(before: Snapshot, training: Training) -> Snapshot | None:

@@ -31,13 +31,12 @@ from ckptkit.format.names import OPTIMIZER
 from ckptkit.format.objects import Replicated
 from ckptkit.live import Checkpointer, Restored, load, load_state
 from ckptkit.live.background import Background
-from ckptkit.live.last_save import LastSave
 from ckptkit.live.restore import NOT_LOADED, check_whole, first_sound
 from ckptkit.live.resume import saved_documents
-from ckptkit.live.save import SaveOptions, prepare
+from ckptkit.live.save import LastSave, SaveOptions, prepare
 from ckptkit.live.state.extra import SEEN_BY_ALL
 from ckptkit.live.state.ranks import World, current_world, meeting
-from ckptkit.live.wrappers.training import Training
+from ckptkit.live.wrappers import Training
 from ckptkit.storage import Options, Store
 
 log = logging.getLogger("ckptkit.plugins")
@@ -151,7 +150,7 @@ class PathRuns:
                 store, step, training, None, options, self._last, world=World(), ranks=OneRank()
             )
             saved.writer.commit()
-        self._last.keep(saved.writer.plan, saved.basis)
+        self._last.keep(saved)
         self._name(os.fspath(path), location, step)
 
     def load(

@@ -7,15 +7,17 @@ are; their tensors are those of the first rank that has them.
 from __future__ import annotations
 
 import datetime
+import hashlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import FormatError, UnsupportedTypeError
-from ckptkit.format.leaves import canonical
+from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import DATA_RANK, OWN, REFERENCE, escape
 from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.parts import LiveTensor
@@ -162,11 +164,6 @@ def no_tensor(name: str) -> torch.Tensor:
     raise FormatError("not a value without tensors", where=name)
 
 
-def is_mark(tree: Mapping[Any, Any]) -> bool:
-    """Whether a dictionary of a taken tree stands for one value."""
-    return len(tree) == 1 and next(iter(tree)) in (REFERENCE, _TENSOR, *_MADE_BY)
-
-
 def value_at(tree: Any, keys: Sequence[Any]) -> Any:
     """What lies in nested dictionaries under some keys, one inside of the other; else None."""
     for key in keys:
@@ -221,6 +218,39 @@ def replace_leaves(target: Any, source: Any) -> None:
 
 Keys: TypeAlias = tuple[str | int, ...]
 """The group and the keys that lead to a value of a nested dictionary."""
+
+
+def keys_digest(trees: Mapping[str, Any]) -> bytes:
+    """The same for the same keys, in whatever order they are; empty without nested dictionaries."""
+    ordered = sorted((list(keys) for keys in _keys(trees)), key=dumps)
+    return hashlib.sha256(dumps(ordered)).digest() if trees else b""
+
+
+def keys_of_some(ranks: Ranks, trees: Mapping[str, Any], *, differs: bool) -> dict[Keys, list[int]]:
+    """What only some ranks have in their nested dictionaries, the outermost keys, with the ranks
+    that have them. `differs` says whether this rank has other keys than rank 0.
+    """
+    if not ranks.agree(differs, any):
+        return {}
+
+    def of_some(heard: list[list[Keys]]) -> list[tuple[Keys, list[int]]]:
+        holders: dict[Keys, list[int]] = {}
+        for rank, said in enumerate(heard):
+            for keys in said:
+                holders.setdefault(keys, []).append(rank)
+        some = {keys: those for keys, those in holders.items() if len(those) < ranks.world_size}
+        return [(keys, those) for keys, those in some.items() if keys[:-1] not in some]
+
+    return dict(ranks.agree(list(_keys(trees)), of_some))
+
+
+def _keys(tree: object, above: Keys = ()) -> Iterator[Keys]:
+    """All keys of a taken tree but those of marks, which stand for one value."""
+    if isinstance(tree, dict):
+        is_mark = len(tree) == 1 and next(iter(tree)) in (REFERENCE, _TENSOR, *_MADE_BY)
+        for key, value in () if is_mark else tree.items():
+            yield (*above, key)
+            yield from _keys(value, (*above, key))
 
 
 def own_apart(

@@ -26,7 +26,7 @@ from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.live.state.entries import parameter_names
 from ckptkit.live.state.ranks import World, current_world, meeting
 from ckptkit.live.state.sockets import Listener, connect, hear, own_address, tell
-from ckptkit.live.wrappers.training import Model
+from ckptkit.live.wrappers import Model
 from ckptkit.plan.chunks import owners_of
 
 log = logging.getLogger("ckptkit.parallel")

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit.errors import UsageError
 from ckptkit.live.state.entries import parameter_names
 from ckptkit.live.state.ranks import all_gather_single
+from ckptkit.live.wrappers import Model
 from ckptkit.live.wrappers.modules import own_param_groups
-from ckptkit.live.wrappers.training import Model
 
 Sent: TypeAlias = torch.futures.Future[torch.Tensor]
 
