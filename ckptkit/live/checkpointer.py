@@ -151,7 +151,7 @@ class Checkpointer:
             self._preemption = Preemption(self._world, name, on_sigterm, self._leave)
 
     def __repr__(self) -> str:
-        near = self._tiers.target
+        near = self._tiers.near
         local = "" if near is self._store else f", local={str(near.location)!r}"
         return f"Checkpointer({self.location!r}{local})"
 
@@ -172,7 +172,7 @@ class Checkpointer:
         `objects` are `model=`, `optimizer=`, `scheduler=`, `dataloader=`, `scaler=` and `state=`.
         """
         self._check_open()
-        quiet = nullcontext() if self._preemption is None else self._preemption.held_off()
+        quiet = nullcontext() if self._preemption is None else self._preemption.deferred()
         # All of it, not only what makes objects by the thousand: between two such parts, or in the
         # threads that write a synchronous save, Python would look through all objects of the job.
         with quiet, uncollected(), ExitStack() as after:
@@ -192,10 +192,10 @@ class Checkpointer:
                 if self._skips and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                started, target = time.perf_counter(), self._tiers.target
+                started, near = time.perf_counter(), self._tiers.near
                 options, world = self._options, self._world
                 save = prepare(
-                    target, step, training, extra, options, self._last, world=world, ranks=ranks
+                    near, step, training, extra, options, self._last, world=world, ranks=ranks
                 )
             if self._asynchronous:
                 self._writing = save
@@ -204,7 +204,7 @@ class Checkpointer:
             else:
                 self._write_and_commit(save, started, after.pop_all())
             self._tiers.raise_failed(failed_copy)
-            return f"{self._tiers.target.location}/{step_name(step)}"
+            return f"{self._tiers.near.location}/{step_name(step)}"
 
     def restore(
         self,
@@ -357,7 +357,7 @@ class Checkpointer:
                     seconds = time.perf_counter() - started
                     speed = size_text(save.nbytes / seconds)
                     done = f"{size_text(save.nbytes)} in {seconds:.2f} s, {speed}/s"
-                    log.info("saved step %d to %s: %s", step, self._tiers.target.location, done)
+                    log.info("saved step %d to %s: %s", step, self._tiers.near.location, done)
                 self._tiers.saved(step)
             finally:
                 self._writing = None  # it keeps what it wrote alive

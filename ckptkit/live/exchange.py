@@ -51,7 +51,7 @@ class TensorLayout(NamedTuple):
         """A layout with only what says its pipeline stage, so that every rank of that has it whole;
         or with all else, as several stages may have one tensor.
         """
-        staged = (isinstance(parse_placement(place), Stage) for _, place in self.placements)
+        staged = (isinstance(parse_placement(text), Stage) for _, text in self.placements)
         kept = [pair for pair, of in zip(self.placements, staged, strict=True) if of is is_kept]
         return self._replace(placements=tuple(kept))
 

@@ -84,8 +84,9 @@ class ShardedOptimizerState:
         stepped = {p for g in optimizer.param_groups for p in g["params"]}
         self._parts: dict[str, FlatPart | _OwnPart] = {}
         if isinstance(self._adapter, FSDP1Optimizer):
-            self._parts |= self._adapter.held
-            entries = _outside(training.model.modules, self._adapter.held)
+            flat_parts = self._adapter.flat_parts
+            self._parts |= flat_parts
+            entries = _outside(training.model.modules, flat_parts)
         else:
             entries = [e for e in training.model.entries() if isinstance(e.value, nn.Parameter)]
         first = training.names(entries)

@@ -46,7 +46,7 @@ from ckptkit.live.state.tensors import (
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
 from ckptkit.live.wrappers import Training
-from ckptkit.model import Placement, Shard, Strategy, Strided
+from ckptkit.model import Placement, Shard, Stage, Strategy, Strided
 
 Trees: TypeAlias = Mapping[str, tuple[Any, dict[str, torch.Tensor], bool]]
 """Of each nested dictionary what it has besides tensors, these by name, and whether the caller says
@@ -340,7 +340,10 @@ class Collector:
         self._topology = topology
         self._rules = rules
         self._are_plain = are_plain
-        self._stage = topology.staged() if staged else _NOT_CUT
+        self._stage = _NOT_CUT
+        if staged and topology.pipeline is not None:
+            axis = topology.strategy.mesh.axes[topology.pipeline]
+            self._stage = {axis.name: Stage(topology.stage)}
         self._seen: dict[int, str] = {}
         self._locals: dict[str, tuple[int, ...]] = {}
         self._is_cut: dict[str, bool] = {}

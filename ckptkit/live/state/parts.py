@@ -149,10 +149,8 @@ class HandCuts:
                     hint='write {"*.wqkv.weight": {"tp": "shard(0)"}}, or {"rules": [...]} as in a '
                     "file",
                 )
-            places = {
-                k: parse_placement(p) if isinstance(p, str) else p for k, p in by_kind.items()
-            }
-            said.append((Rule((pattern,)), places))
+            how = {k: parse_placement(p) if isinstance(p, str) else p for k, p in by_kind.items()}
+            said.append((Rule((pattern,)), how))
         return cls(tuple(said))
 
     def find(
@@ -215,8 +213,8 @@ def boxes_here(topology: Topology, held: LiveTensor) -> list[tuple[Box, tuple[An
             where=held.name,
             hint="if it was cut by hand, say how with rules={…}",
         )
-    places = [here for _, here in indices(part, held.shape)]
-    return [(box, (*place, ...)) for box, place in zip(part.boxes, places, strict=True)]
+    pairs = zip(part.boxes, indices(part, held.shape), strict=True)
+    return [(box, (*here, ...)) for box, (_, here) in pairs]
 
 
 # Parts of torchao's optimizer state that are not cut as the whole is: one value for each block of

@@ -25,7 +25,6 @@ from ckptkit.model import (
     Placement,
     Replicate,
     Shard,
-    Stage,
     Strategy,
     Strided,
     layout_of,
@@ -134,12 +133,6 @@ class Topology:
         with located(name):
             return layout_of(shape, self.strategy, row)
 
-    def staged(self) -> dict[str, Placement]:
-        """The placement of what is of this rank's stage of a pipeline; empty without one."""
-        if self.pipeline is None:
-            return {}
-        return {self.strategy.mesh.axes[self.pipeline].name: Stage(self.stage)}
-
     def of_dtensor(self, name: str, tensor: DTensor) -> DTensorLayout:
         """How the axes cut a DTensor, as it says itself."""
         mesh = tensor.device_mesh
@@ -157,14 +150,14 @@ class Topology:
         row, is_exact = _refined(own, runs, self.strategy)
         axes = self.strategy.mesh.axes
         found: dict[str, Placement] = {
-            axis.name: place
-            for axis, place in zip(axes, row, strict=True)
-            if not isinstance(place, Replicate)
+            axis.name: placement
+            for axis, placement in zip(axes, row, strict=True)
+            if not isinstance(placement, Replicate)
         }
         part = None
         if not is_exact:
-            place = tuple(line.index(self.rank) for line in lines)
-            part = own.part(own.strategy.mesh.rank(place))
+            coords = tuple(line.index(self.rank) for line in lines)
+            part = own.part(own.strategy.mesh.rank(coords))
         of_mesh = frozenset(axes[at].name for run in runs for at in run)
         layout = self._found[kind] = DTensorLayout(found, of_mesh, part)
         return layout
@@ -268,7 +261,7 @@ def _torch_layout(
     shape: tuple[int, ...], ranks: tuple[int, ...], placements: tuple[TorchPlacement, ...]
 ) -> Layout:
     """How a DTensor lies on its own mesh, whose dims are the axes."""
-    places: list[Placement] = [Replicate() for _ in ranks]
+    row: list[Placement] = [Replicate() for _ in ranks]
     factors: dict[int, int] = {}
     pieces: dict[int, int] = {}  # by dim of the tensor, how many the axes to the right have made
     for at, placement in reversed(list(enumerate(placements))):
@@ -284,17 +277,17 @@ def _torch_layout(
         factors[at] = int(getattr(placement, "split_factor", 1))
         # In as many blocks as the axes to the right make: it cuts what these have left.
         is_late = factors[at] == before > 1
-        places[at] = Strided(dim) if is_late else Shard(dim)
+        row[at] = Strided(dim) if is_late else Shard(dim)
         pieces[dim] = before * ranks[at]
     # Of what is left for the axes to the right to cut; -1 where that differs between ranks.
     lengths = list(shape)
-    cutting = [(at, p) for at, p in enumerate(places) if isinstance(p, (Shard, Strided))]
-    for at, place in enumerate(places):
-        if not isinstance(place, Shard):
+    cutting = [(at, cut) for at, cut in enumerate(row) if isinstance(cut, (Shard, Strided))]
+    for at, cut in enumerate(row):
+        if not isinstance(cut, Shard):
             continue
-        dim, length = place.dim, lengths[place.dim]
+        dim, length = cut.dim, lengths[cut.dim]
         if factors[at] > 1:  # of blocks that no axis has made: packed, and each is cut for itself
-            strided = [i for i, place in cutting if place.dim == dim and factors[i] > 1]
+            strided = [i for i, other in cutting if other.dim == dim and factors[i] > 1]
             if length < 0 or len(strided) > 1:
                 raise LayoutError(
                     f"dim {dim} is cut in blocks, and further in a way that has two readings",
@@ -302,12 +295,12 @@ def _torch_layout(
                     hint="cut blocks along one dim of the mesh, or make them tensors of their own",
                 )
             step = max(1, -(-length // factors[at]))  # as torch.chunk does
-            places[at] = Shard(
+            row[at] = Shard(
                 dim, tuple(min(step, length - start) for start in range(0, length, step)) or None
             )
         lengths[dim] = -1 if length < 0 or length % ranks[at] else length // ranks[at]
     mesh = Mesh(tuple(Axis(f"dim{n}", "tp", size) for n, size in enumerate(ranks)))
-    return layout_of(shape, Strategy(mesh), places)
+    return layout_of(shape, Strategy(mesh), row)
 
 
 @lru_cache(maxsize=4096)

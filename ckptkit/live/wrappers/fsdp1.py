@@ -57,7 +57,7 @@ from ckptkit.live.wrappers.flat import (
 )
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, step_without_effect
 
-_STAGES = {
+_ZERO_STAGES = {
     ShardingStrategy.FULL_SHARD: 3,
     ShardingStrategy.HYBRID_SHARD: 3,
     ShardingStrategy.SHARD_GRAD_OP: 2,
@@ -92,7 +92,7 @@ def details(submodules: Sequence[nn.Module]) -> dict[str, Any]:
     return {
         "fsdp": {
             "sharding_strategy": _agreed(unit.sharding_strategy.name for unit in units),
-            "zero_stage": _agreed(_STAGES[unit.sharding_strategy] for unit in units),
+            "zero_stage": _agreed(_ZERO_STAGES[unit.sharding_strategy] for unit in units),
             "units": len(units),
             "use_orig_params": _agreed(unit._use_orig_params for unit in units),
             "mixed_precision": {
@@ -235,17 +235,17 @@ class FSDP1Optimizer(PlainOptimizer):
         self._whole: dict[nn.Parameter, str] = {}
         self._saved: SavedState | None = None
         for flat in (flat for module in modules for flat in flats_of(module)):
-            held = tuple(piece for piece in flat.slices if piece.holder in mine)
-            for piece in held:
+            stepped = tuple(piece for piece in flat.slices if piece.holder in mine)
+            for piece in stepped:
                 self._names.setdefault(piece.holder, []).append(piece.name)
             # Where all ranks have the whole of each, it is stepped as any parameter is.
             if flat.group is None and flat.keeps_originals:
-                self._whole |= {piece.holder: piece.name for piece in held}
-            elif held:
-                self._flats.append(replace(flat, slices=held))
+                self._whole |= {piece.holder: piece.name for piece in stepped}
+            elif stepped:
+                self._flats.append(replace(flat, slices=stepped))
 
     @property
-    def held(self) -> dict[str, FlatPart]:
+    def flat_parts(self) -> dict[str, FlatPart]:
         """By every name of a parameter that lies in a flat one, what this rank has of it."""
         return {
             name: FlatPart(self, flat, piece)

@@ -7,6 +7,7 @@ where none knows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -74,9 +75,9 @@ class Submodules(list[nn.Module]):
         for path, each in self[0].named_modules() if at else ():
             for name, value in vars(each).items():
                 local = value._local_tensor if isinstance(value, DTensor) else None
-                place = None if local is None else (local.data_ptr(), tuple(local.shape))
-                if place in at:
-                    found[f"{path}.{name}" if path else name] = at[place]
+                memory = None if local is None else (local.data_ptr(), tuple(local.shape))
+                if memory in at:
+                    found[f"{path}.{name}" if path else name] = at[memory]
         return found
 
     @cached_property
@@ -116,7 +117,7 @@ def details(submodules: Submodules, specs: Sequence[DTensorSpec]) -> dict[str, A
     names = sorted(str(dtype_name(dtype)) for dtype in dtypes)
     found: dict[str, Any] = {"precision": {"parameters": names}}
     fsdp = _fsdp_ranks(submodules)
-    dims: dict[str, int] = {}  # how many tensors are cut along each, by others than FSDP
+    dims = Counter[str]()  # how many tensors are cut along each, by others than FSDP
     others: dict[DeviceMesh, list[int]] = {}  # those of its dims along which these do
     for spec in specs:
         mesh = spec.device_mesh
@@ -128,9 +129,8 @@ def details(submodules: Submodules, specs: Sequence[DTensorSpec]) -> dict[str, A
                 for n, line in along
                 if line.ranks not in fsdp and line.size > 1 and kinds[n] not in _SHARDERS
             ]
-        for place in (spec.placements[n] for n in others[mesh]):
-            if hasattr(place, "dim"):
-                dims[str(place.dim)] = dims.get(str(place.dim), 0) + 1
+        cuts = (spec.placements[n] for n in others[mesh])
+        dims.update(str(cut.dim) for cut in cuts if hasattr(cut, "dim"))
     if dims:
         found["tp"] = {"cut_dims": dict(sorted(dims.items()))}
     if groups := submodules.param_groups:
@@ -251,9 +251,9 @@ def buffers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Buffers]]:
     return [(module, dict(module._buffers)) for module in modules if module._buffers]
 
 
-def put_buffers(held: Sequence[tuple[nn.Module, Buffers]]) -> None:
+def put_buffers(kept: Sequence[tuple[nn.Module, Buffers]]) -> None:
     """Let modules have these buffers, and no others."""
-    for module, buffers in held:
+    for module, buffers in kept:
         own = module._buffers
         for name in own.keys() - buffers.keys():
             del own[name]
@@ -265,13 +265,15 @@ def put_buffers(held: Sequence[tuple[nn.Module, Buffers]]) -> None:
 @contextmanager
 def keeping_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Have modules afterwards the buffers that they had: the same memory, with the same values."""
-    held = buffers_of(modules)
-    distinct = {id(each): each for _, named in held for each in named.values() if each is not None}
+    before = buffers_of(modules)
+    distinct = {
+        id(each): each for _, named in before for each in named.values() if each is not None
+    }
     copies = [(each, each.detach().clone()) for each in distinct.values()]
     try:
         yield
     finally:
-        put_buffers(held)
+        put_buffers(before)
         for buffer, copy in copies:
             # Not counted as a change: autograd may have saved the buffer itself.
             buffer.data.copy_(copy)
