@@ -85,16 +85,16 @@ class Report:
         return {kind: getattr(self, kind) for kind in _KINDS}
 
     def __str__(self) -> str:
-        lines = [f"{kind}: {self._listed(names)}" for kind, names in self.found().items() if names]
+        lines = []
+        for kind, names in self.found().items():
+            shown = []
+            for name in names[:_SHOWN]:
+                ranks = self.ranks.get(name, [])
+                shown.append(f"{name} (rank {listed(ranks)})" if ranks else name)
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            if names:
+                lines.append(f"{kind}: {', '.join(shown)}{more}")
         return "\n".join(lines) or "nothing differs"
-
-    def _listed(self, names: list[str]) -> str:
-        shown = []
-        for name in names[:_SHOWN]:
-            ranks = self.ranks.get(name, [])
-            shown.append(f"{name} (rank {listed(ranks)})" if ranks else name)
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return ", ".join(shown) + more
 
 
 _KINDS = ("missing", "unexpected", "reshaped", "cast", "skipped", "untied")

@@ -329,7 +329,18 @@ def _refined(
         is_sure = is_sure and cuts is not None
         for axis in order:
             row[axis] = Shard(dim) if cuts is None else cuts[axis]
-    return tuple(row), is_sure or _are_alike(own, layout_of(own.shape, strategy, row), runs)
+    if is_sure:
+        return tuple(row), True
+    # Whether every rank of the tensor's own mesh holds what the axes say that it does.
+    found = layout_of(own.shape, strategy, row)
+    for rank in range(own.strategy.world_size):
+        coords = [0] * len(sizes)
+        for run, at in zip(runs, own.strategy.mesh.coords(rank), strict=True):
+            for axis in reversed(run):
+                at, coords[axis] = divmod(at, sizes[axis])  # noqa: PLW2901
+        if own.part(rank).boxes != found.part(strategy.mesh.rank(tuple(coords))).boxes:
+            return tuple(row), False
+    return tuple(row), True
 
 
 def _by_turn(dim: int, steps: Sequence[tuple[AxisRun, Placement]]) -> dict[int, Placement] | None:
@@ -387,16 +398,3 @@ def _by_blocks(
             count = math.prod(before)
             cuts[axis] = Shard(dim, (here // count,) * count if count > 1 else None)
     return cuts
-
-
-def _are_alike(own: Layout, found: Layout, runs: tuple[AxisRun, ...]) -> bool:
-    """Whether every rank of a tensor's own mesh holds what the axes say that it does."""
-    mesh = found.strategy.mesh
-    for rank in range(own.strategy.world_size):
-        coordinates = [0] * len(mesh.axes)
-        for run, place in zip(runs, own.strategy.mesh.coords(rank), strict=True):
-            for axis in reversed(run):
-                place, coordinates[axis] = divmod(place, mesh.sizes[axis])  # noqa: PLW2901
-        if own.part(rank).boxes != found.part(mesh.rank(tuple(coordinates))).boxes:
-            return False
-    return True

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim import Optimizer
 
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
@@ -210,16 +209,11 @@ class Model:
         """
         return [modules.Submodules(every_module(module)) for module in self.modules]
 
-    @cached_property
-    def _specs(self) -> list[list[DTensorSpec]]:
-        """How the DTensors of each module lie."""
-        return [modules.specs_of(each) for each in self.submodules]
-
     def lines(self) -> list[Line]:
         """The lines of ranks that wrappers, DTensors and stages join."""
         found: list[Line] = []
-        for each, specs in zip(self.submodules, self._specs, strict=True):
-            found += fsdp1.lines(each) + modules.lines(each, specs)
+        for each in self.submodules:
+            found += fsdp1.lines(each) + modules.lines(each)
         found += [line_of("pp", stage.group) for stage in self._stages]
         return list(dict.fromkeys(found))
 
@@ -228,8 +222,8 @@ class Model:
         this rank's modules alike.
         """
         found: dict[str, Any] = {}
-        for each, specs in zip(self.submodules[:1], self._specs[:1], strict=True):
-            found |= modules.details(each, specs) | fsdp1.details(each)
+        for each in self.submodules[:1]:
+            found |= modules.details(each) | fsdp1.details(each)
         if self._stages:
             stage = self._stages[0]
             found["pipeline"] = {"stages": stage.num_stages, "ranks": stage.group_size}

@@ -80,6 +80,27 @@ class Submodules(list[nn.Module]):
                     found[f"{path}.{name}" if path else name] = at[memory]
         return found
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters and buffers of modules, and what DDP has taken off them; one that several
+        have more than once.
+        """
+        kept = (
+            by_name for each in self for by_name in (each._parameters, each._buffers) if by_name
+        )
+        own = [tensor for by_name in kept for tensor in by_name.values() if tensor is not None]
+        return [*own, *self.ddp_parameters.values()]
+
+    @cached_property
+    def specs(self) -> list[DTensorSpec]:
+        """How the DTensors lie that are parameters and buffers, or that DDP and FSDP1 keep plain
+        parameters of.
+        """
+        found = [as_spread(each, each) for each in dict.fromkeys(self.tensors)]
+        # Gathered, those that are flat in FSDP1 are DTensors again.
+        own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
+        return [tensor._spec for tensor in own] + cut_before(self)
+
     @cached_property
     def param_groups(self) -> list[Any]:
         """What `fully_shard` gathers at once, each a group."""
@@ -99,19 +120,17 @@ class Submodules(list[nn.Module]):
         return list(dict.fromkeys(line for each in meshes for line in mesh_lines(*each)))
 
 
-def lines(submodules: Submodules, specs: Sequence[DTensorSpec]) -> list[Line]:
-    """The lines of ranks that the wrappers of a module and its DTensors join; `specs` are how its
-    DTensors lie.
-    """
+def lines(submodules: Submodules) -> list[Line]:
+    """The lines of ranks that the wrappers of a module and its DTensors join."""
     found = [line_of("ddp", wrapper.process_group) for wrapper in submodules.ddp_wrappers]
     found += submodules.fully_sharded_lines
     # What FSDP cuts says nothing of tensor parallelism.
     fsdp = _fsdp_ranks(submodules)
-    own = dtensor_lines(specs)
+    own = dtensor_lines(submodules.specs)
     return found + [line for line in own if line.ranks not in fsdp]
 
 
-def details(submodules: Submodules, specs: Sequence[DTensorSpec]) -> dict[str, Any]:
+def details(submodules: Submodules) -> dict[str, Any]:
     """What they say of precision, stages and sizes."""
     dtypes = {p.dtype for each in submodules for p in each._parameters.values() if p is not None}
     names = sorted(str(dtype_name(dtype)) for dtype in dtypes)
@@ -119,7 +138,7 @@ def details(submodules: Submodules, specs: Sequence[DTensorSpec]) -> dict[str, A
     fsdp = _fsdp_ranks(submodules)
     dims = Counter[str]()  # how many tensors are cut along each, by others than FSDP
     others: dict[DeviceMesh, list[int]] = {}  # those of its dims along which these do
-    for spec in specs:
+    for spec in submodules.specs:
         mesh = spec.device_mesh
         if mesh not in others:
             kinds = [kind_of(name) for name in mesh.mesh_dim_names or ("",) * mesh.ndim]
@@ -191,7 +210,7 @@ def entries(submodules: Submodules) -> list[ModelEntry]:
 def absorb(submodules: Submodules, entries: Sequence[ModelEntry]) -> None:
     """Hand over what `state_dict` made up: extra state and tensors of its hooks."""
     module = submodules[0]
-    own = set(map(id, _tensors(submodules)))
+    own = set(map(id, submodules.tensors))
     made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
     if made_up:
         canonical = canonical_names(submodules)
@@ -211,30 +230,6 @@ def own_param_groups(module: FSDPModule) -> list[Any]:
         return list(several)
     single = getattr(state, "_fsdp_param_group", None)
     return [single] if single else []
-
-
-# Tensor parallelism: `parallelize_module`, or DTensors made by hand.
-
-
-def specs_of(submodules: Submodules) -> list[DTensorSpec]:
-    """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
-    plain parameters of.
-    """
-    found = [as_spread(each, each) for each in dict.fromkeys(_tensors(submodules))]
-    # Gathered, those that are flat in FSDP1 are DTensors again.
-    own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
-    return [tensor._spec for tensor in own] + cut_before(submodules)
-
-
-def _tensors(submodules: Submodules) -> list[torch.Tensor]:
-    """The parameters and buffers of modules, and what DDP has taken off them; one that several have
-    more than once.
-    """
-    kept = (
-        by_name for each in submodules for by_name in (each._parameters, each._buffers) if by_name
-    )
-    own = [tensor for by_name in kept for tensor in by_name.values() if tensor is not None]
-    return [*own, *submodules.ddp_parameters.values()]
 
 
 def _fsdp_ranks(submodules: Submodules) -> set[tuple[int, ...]]:
