@@ -53,6 +53,7 @@ MAX_STEP = (1 << 63) - 1
 Place: TypeAlias = str | os.PathLike[str] | Location | Address | Store
 
 _STEP = re.compile(r"step-([0-9]{10,19})")
+_MEANT = re.compile(r"(?:step[-_]?)?([0-9]{1,19})", re.ASCII)  # how people write it
 # Larger manifests, of more than two million chunks, are looked at before they are read.
 _AT_ONCE = 64 << 20
 _BAND = 4 << 20
@@ -381,13 +382,15 @@ def _not_committed(
 def _steps_beside(folder: StepFolder) -> str:
     """What a hint begins with where a run lacks a step: those of the nearest numbers."""
     store = folder.store
-    wanted = step_number(folder.name or store.location.name)
-    if wanted is None:
+    meant = _MEANT.fullmatch(folder.name or store.location.name)
+    if meant is None:
         return ""
+    wanted = int(meant[1])
     with suppress(CkptkitError):
         place = replace(store.address, location=store.location.parent)
         steps = step_folders(store if folder.name else store_at(place))
-        close = sorted(steps, key=lambda step: abs(step - wanted))[:2]
+        most = 1 if wanted in steps else 2
+        close = sorted(steps, key=lambda step: abs(step - wanted))[:most]
         if close:
             return f"did you mean {' or '.join(steps[step] for step in sorted(close))}? "
     return ""

@@ -13,6 +13,18 @@ def test_a_run_means_its_newest_committed_step(run: Path) -> None:
     assert document("show", run / "step-0000000010")["step"] == 10
 
 
+def test_a_step_that_a_run_lacks_names_those_that_it_has(run: Path) -> None:
+    for asked, named in (
+        ("85", "step-0000000020 or step-0000000030"),
+        ("step_15", "step-0000000010 or step-0000000020"),
+        ("10", "step-0000000010"),
+    ):
+        told = ckpt("show", run / asked)
+        assert told.exit_code == 4
+        assert f"hint: did you mean {named}? " in told.stderr
+    assert "did you mean" not in ckpt("show", run / "lost").stderr
+
+
 def test_the_document_says_how_it_was_written(run: Path) -> None:
     found = document("show", run)
     assert found["strategy"] == {
