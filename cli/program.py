@@ -24,7 +24,7 @@ from ckptkit.errors import UsageError, nearest
 _MOMENT = 0.01  # seconds
 # Each with the module that it is in, imported when it is asked for; in the order of the help.
 GROUPS = {
-    "Look": {"ls": "runs", "show": "show", "view": "show", "diff": "steps", "rules": "reshard"},
+    "Look": {"ls": "steps", "show": "show", "view": "show", "diff": "steps", "rules": "reshard"},
     "Check": {"verify": "steps", "rebuild": "steps"},
     "Change": {
         "reshard": "reshard",
@@ -32,7 +32,7 @@ GROUPS = {
         "export": "steps",
         "unpack": "steps",
         "commit": "steps",
-        "prune": "runs",
+        "prune": "steps",
     },
     "Run": {"launch": "launch", "demo": "demo"},
 }
