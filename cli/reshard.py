@@ -12,7 +12,6 @@ from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 from ckptkit.cli.options import (
-    Options,
     command,
     location,
     memory,
@@ -141,7 +140,9 @@ def _plan_lines(
     if done is not None:
         written = sum(plan.bytes_by_rank[r] for r in plan.ranks if r not in done.finished)
         speed = ckptkit.size_text(written / max(seconds, 1e-3))
-        facts["took"] = f"{seconds:.1f} s, {speed}/s; the process had {_most_memory()} at most"
+        most = getrusage(RUSAGE_SELF).ru_maxrss  # of memory; in KiB but on macOS
+        held = ckptkit.size_text(most if sys.platform == "darwin" else most << 10)
+        facts["took"] = f"{seconds:.1f} s, {speed}/s; the process had {held} at most"
         if done.finished:
             facts["there"] = f"{counted(len(done.finished), 'pack')} of an earlier run"
     changed = {}
@@ -156,12 +157,6 @@ def _plan_lines(
     if plan.left_out:
         lines += ["", "left out:", *_some(dict.fromkeys(plan.left_out, ""))]
     return lines
-
-
-def _most_memory() -> str:
-    """The most memory that this process has had."""
-    most = getrusage(RUSAGE_SELF).ru_maxrss
-    return ckptkit.size_text(most if sys.platform == "darwin" else most << 10)
 
 
 def _some(told: Mapping[str, str]) -> list[str]:
@@ -189,15 +184,7 @@ def _some(told: Mapping[str, str]) -> list[str]:
 @option("--overwrite", "Replace the step in RUN.")
 @storage
 @source_storage("SRC")
-def import_(
-    src: str,
-    run: str,
-    *,
-    to: str | None,
-    storage_options: Options | None,
-    source_options: Options | None,
-    **given: Any,
-) -> Reply:
+def import_(src: str, run: str, *, to: str | None, **given: Any) -> Reply:
     """Make a step of RUN of what another program saved.
 
     SRC is whatever `ckpt show` shows: it is read as it is, no pickle is run, and no other program
@@ -207,7 +194,8 @@ def import_(
     `ckpt diff SRC RUN` compares both at any time. For all else that can be chosen on the way there
     is `ckpt reshard`, which takes such a SRC too.
     """
-    with ckptkit.open(src, storage_options=source_options or storage_options) as checkpoint:
+    own = given["source_options"] or given["storage_options"]
+    with ckptkit.open(src, storage_options=own) as checkpoint:
         found = checkpoint.foreign
         if found is None:
             raise UsageError(
@@ -215,15 +203,8 @@ def import_(
                 where=checkpoint.location,
                 hint="`ckpt reshard` makes one for another strategy of it",
             )
-        plan = ckptkit.plan_reshard(
-            src,
-            run,
-            to=checkpoint.strategy if to is None else to,
-            digest=True,
-            storage_options=storage_options,
-            source_options=source_options,
-            **given,
-        )
+        wanted = checkpoint.strategy if to is None else to
+        plan = ckptkit.plan_reshard(src, run, to=wanted, digest=True, **given)
     with Bar("import", plan.bytes_written) as bar:
         done = plan.run(bar)
     arrays = len(plan.arrays) + len(plan.aliases)

@@ -385,16 +385,7 @@ def _part_cells(array: Doc) -> Row:
 @split_heads
 @memory()
 @storage
-def view(
-    step: str,
-    *,
-    against: str | None,
-    stats: bool,
-    out: str | None,
-    to_open: bool,
-    storage_options: Options | None,
-    **given: Any,
-) -> Reply:
+def view(step: str, *, out: str | None, to_open: bool, **given: Any) -> Reply:
     """Show STEP as a page in a browser.
 
     The page is one file that needs no other, no server and no network: who holds what, as pictures
@@ -408,20 +399,12 @@ def view(
     """
     if not out and not to_open:
         raise UsageError("nowhere to put the page", hint="say -o FILE.html, or --open")
-    place = _place(out) if out else None
-    total = 0
-    if stats or against is not None:
-        with ckptkit.open(step, storage_options=storage_options) as checkpoint:
-            total = checkpoint.stored_bytes * (stats + (against is not None))
+    place, total = _place(out) if out else None, 0
+    if times := given["stats"] + (given["against"] is not None):  # that all values are read
+        with ckptkit.open(step, storage_options=given["storage_options"]) as checkpoint:
+            total = checkpoint.stored_bytes * times
     with Bar("view", total) as bar:
-        page = ckptkit.view(
-            step,
-            against=against,
-            stats=stats,
-            progress=bar,
-            storage_options=storage_options,
-            **given,
-        )
+        page = ckptkit.view(step, progress=bar, **given)
     import webbrowser  # noqa: PLC0415 — as below, of what `ckpt show` has no need
 
     path = _written(page, place, step)
