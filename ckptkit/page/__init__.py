@@ -444,7 +444,6 @@ class Kinds:
     def __init__(self) -> None:
         self._by_place: dict[int, int] = {}
         self._by_value: dict[ArrayKind, int] = {}
-        self._rows: dict[tuple[Placement, ...], int] = {}
 
     def number(self, kind: ArrayKind) -> int:
         """Where the kind of an array stands in the list; the arrays live as long as this."""
@@ -456,7 +455,7 @@ class Kinds:
 
     def facts(self) -> Facts:
         """The list, and that of the placements that it refers to."""
-        rows = self._rows
+        rows: dict[tuple[Placement, ...], int] = {}
         kinds = [
             {
                 "shape": kind.shape,

@@ -109,7 +109,6 @@ class PathRuns:
     ) -> None:
         self._saving = _checked("checkpointer", checkpointer or {}, _SAVING)
         self._loading = _checked("restore", restore or {}, _LOADING)
-        self._is_asynchronous = bool(self._saving.get("asynchronous"))
         self._stores: dict[str, Store] = {}
         # By location. One saves at a time, so that all of them share the memory of one.
         self._open: dict[str, Checkpointer] = {}
@@ -245,7 +244,7 @@ class PathRuns:
     def _after(self, work: Callable[[], None], what: str) -> None:
         """Do something once what is being saved is committed, in its turn."""
         self._later.run(work, what)
-        if not self._is_asynchronous:
+        if not self._saving.get("asynchronous"):
             self._later.wait()
 
     def _free(self, path: Any, step: int) -> str:
