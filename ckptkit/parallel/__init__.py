@@ -6,8 +6,8 @@ from ckptkit.parallel.optimizers.asynchronous import AsynchronousSGD
 from ckptkit.parallel.optimizers.compression import Compression
 from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
 from ckptkit.parallel.optimizers.methods import compression_of
+from ckptkit.parallel.ranks import current_communicator, init, run_in_memory
 from ckptkit.parallel.ranks.communicator import Communicator
-from ckptkit.parallel.ranks.job import current_communicator, init, run_in_memory
 from ckptkit.parallel.strategies import as_distributed
 from ckptkit.parallel.strategies.distributed import Bytes, Distributed, Memory
 

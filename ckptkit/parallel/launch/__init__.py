@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,9 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from ckptkit.errors import NotFoundError
-from ckptkit.parallel.launch import rank as of_rank
-from ckptkit.parallel.launch.job import LaunchJob, Outcome, Output, Show, Streams
-from ckptkit.parallel.ranks.job import BACKEND_VARIABLE
+from ckptkit.errors import NotFoundError, UsageError
+from ckptkit.parallel.launch.output import Outcome, Output, Show, Streams
+from ckptkit.parallel.ranks import BACKEND_VARIABLE, BACKENDS, mpirun
 
 __all__ = ["LaunchJob", "Outcome", "launch"]
 
@@ -54,6 +55,61 @@ _FOR_MPIRUN = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "MASTER_ADDR": "127.0.0.1",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchJob:
+    """A program, and as how many ranks it runs."""
+
+    program: tuple[str, ...]
+    """The arguments of Python: a script or `-m` and a module, and then those of the program."""
+    nproc_per_node: int = 1
+    nodes: str = "1"
+    """How many machines take part: a number, or the least and the most as `1:4`."""
+    backend: str = "auto"
+    max_restarts: int = 0
+    endpoint: str = ""
+    """Where the machines meet, as host:port; the same on all of them."""
+    run_id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.program or self.program == ("-m",):
+            raise UsageError("there is no program to launch", hint="name a script, or -m a module")
+        if self.nproc_per_node < 1:
+            raise UsageError("a machine runs one rank or more", value=self.nproc_per_node)
+        if self.max_restarts < 0:
+            raise UsageError("a job restarts never or some times", value=self.max_restarts)
+        if self.backend not in BACKENDS:
+            hint = f"there are {', '.join(BACKENDS)}"
+            raise UsageError("no such backend", value=self.backend, hint=hint)
+        _, most = self.node_range
+        if most > 1 and self.backend == "mpi":
+            raise UsageError(
+                "ranks on several machines are for mpirun itself to start",
+                value=self.nodes,
+                hint="mpirun --hostfile HOSTS -n 8 python train.py; ckptkit.parallel.init('mpi') "
+                "reads its environment",
+            )
+        if most > 1 and not self.endpoint:
+            raise UsageError(
+                "several machines need a place to meet",
+                value=self.nodes,
+                hint="--rdzv-endpoint HOST:PORT, the same on each of them",
+            )
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The least and the most machines."""
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", self.nodes)
+        if match is None or int(match[1]) < 1 or int(match[2] or match[1]) < int(match[1]):
+            hint = "a number, or the least and the most: 1:4"
+            raise UsageError("is no number of machines", value=self.nodes, hint=hint)
+        return int(match[1]), int(match[2] or match[1])
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What each rank runs; unbuffered, so that lines come when they are printed."""
+        return (sys.executable, "-u", *self.program)
 
 
 def launch(job: LaunchJob, show: Show) -> Outcome:
@@ -260,15 +316,15 @@ def _run_by_mpirun(job: LaunchJob, output: Output) -> Outcome:
     """Run all ranks on this machine, again as often as the job allows."""
     # The mpirun next to this Python, as wheels bring it, or that of the system.
     beside = str(Path(sys.executable).parent)
-    mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
-    if mpirun is None:
+    found = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+    if found is None:
         raise NotFoundError(
             "there is no mpirun on this machine", hint="pip install 'ckptkit[mpi]' brings one"
         )
     for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
-    each = (sys.executable, str(Path(of_rank.__file__)), *job.command)
-    command = [mpirun, "-n", str(job.nproc_per_node), *each]
+    each = (sys.executable, str(Path(mpirun.__file__)), *job.command)
+    command = [found, "-n", str(job.nproc_per_node), *each]
     outcome = Outcome(ok=True)
     for restarts in range(job.max_restarts + 1):
         output.start_again()
@@ -285,9 +341,9 @@ def _run_once(command: list[str], output: Output, restarts: int) -> Outcome:
         """A line: of a rank, about the end of a rank, or of mpirun itself."""
         text = line[1:].lstrip("0123456789")
         rank = line[1 : len(line) - len(text)]
-        if line[:1] != of_rank.MARK or not rank:
+        if line[:1] != mpirun.MARK or not rank:
             of_mpirun.append(line)
-        elif text[:1] == of_rank.MARK:
+        elif text[:1] == mpirun.MARK:
             output.ended(int(rank), int(text[1:]))
         else:
             output.line(int(rank), stream, text[1:])
@@ -332,16 +388,16 @@ def _run_once(command: list[str], output: Output, restarts: int) -> Outcome:
     return Outcome(ok=False, restarts=restarts, failed_rank=rank, exit_code=code)
 
 
-def _end(mpirun: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End mpirun, which ends the ranks; then whatever is left of it."""
-    if mpirun.poll() is None:
-        mpirun.terminate()
+    if process.poll() is None:
+        process.terminate()
         try:
-            mpirun.wait(_GRACE_AT_INTERRUPT)
+            process.wait(_GRACE_AT_INTERRUPT)
         except subprocess.TimeoutExpired:
-            mpirun.kill()
-            mpirun.wait()
-    _kill_groups([mpirun.pid])
+            process.kill()
+            process.wait()
+    _kill_groups([process.pid])
 
 
 def _told_of_failure(streams: Streams, output: Output) -> bool:

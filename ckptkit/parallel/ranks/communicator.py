@@ -2,6 +2,11 @@
 
 A call goes down in three steps: `_agree` tells all ranks what is wanted and refuses it on all of
 them alike, the carrier moves flat bytes or numbers, and the result gets its dtype and shape back.
+
+A `Communicator` moves tensors of any size by the training's own collectives, in the thread that
+trains. `ckptkit.checkpoint.ranks.Ranks` says a few plain values over a store, a folder or memory,
+without torch: so a save in the background can agree while the training communicates, and a rank
+that fails can tell the others, which no collective can.
 """
 
 from __future__ import annotations

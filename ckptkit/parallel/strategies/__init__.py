@@ -32,7 +32,7 @@ from ckptkit.checkpoint.ranks import OneRank, Ranks
 from ckptkit.errors import PeerError, StrategyError, UsageError
 from ckptkit.model import Strategy
 from ckptkit.parallel.optimizers.methods import compression_of
-from ckptkit.parallel.ranks.job import init
+from ckptkit.parallel.ranks import init
 from ckptkit.parallel.strategies.data_parallel import (
     Unit,
     check_parameters,

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptkit.parallel.launch import job
-from ckptkit.parallel.launch.job import Output, Streams
+from ckptkit.parallel.launch import output
+from ckptkit.parallel.launch.output import Output, Streams
 
 HEADER = "Traceback (most recent call last):"
 
@@ -77,7 +77,7 @@ def test_a_rank_that_was_killed_says_nothing_but_is_the_first(shown: Shown) -> N
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: found.now))
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: found.now))
     return found
 
 

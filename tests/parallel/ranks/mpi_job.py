@@ -19,8 +19,8 @@ import torch.distributed as dist
 from ckptkit.errors import PeerError
 from ckptkit.live import load, save
 from ckptkit.parallel import as_distributed
+from ckptkit.parallel.ranks import init
 from ckptkit.parallel.ranks.communicator import Communicator
-from ckptkit.parallel.ranks.job import init
 from tests.parallel.ranks.contract import CONTRACT
 from tests.parallel.ranks.training import all_trainings, model
 

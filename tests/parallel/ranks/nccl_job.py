@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptkit.parallel.ranks import init
 from ckptkit.parallel.ranks.communicator import Communicator
-from ckptkit.parallel.ranks.job import init
 from tests.live.strategies import LAYOUTS
 from tests.live.test_matrix import load, save
 from tests.parallel.ranks.contract import CONTRACT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.errors import UsageError
-from ckptkit.parallel.ranks.job import RankPlace, place_from
+from ckptkit.parallel.ranks import RankPlace, place_from
 
 MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MEETING}

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.parallel.ranks import job
-from ckptkit.parallel.ranks.job import RankPlace, current_communicator, init
+from ckptkit.parallel import ranks
+from ckptkit.parallel.ranks import RankPlace, current_communicator, init
 from tests.live.pool import Pool
 from tests.parallel.ranks.contract import CONTRACT
 from tests.servers.process import free_port
@@ -27,7 +27,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    job._of_process.clear()
+    ranks._of_process.clear()
 
 
 def test_without_a_launcher_it_is_a_job_of_one_rank_that_engines_can_use() -> None:
@@ -87,18 +87,18 @@ def test_nccl_takes_the_device_of_the_local_rank(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         dist, "init_process_group", lambda name, **given: joined.append((name, given["device_id"]))
     )
-    assert job._chosen("auto") == "nccl"
-    job._join("nccl", RankPlace("torchrun", 5, 8, 1, "node0", 1), 5.0)
+    assert ranks._chosen("auto") == "nccl"
+    ranks._join("nccl", RankPlace("torchrun", 5, 8, 1, "node0", 1), 5.0)
     assert chosen == [torch.device("cuda", 1)]
     assert joined == [("nccl", torch.device("cuda", 1))]
     with pytest.raises(UsageError, match="rank 2 of this machine has no GPU of its own"):
-        job._join("nccl", RankPlace("torchrun", 2, 8, 2, "node0", 1), 5.0)
+        ranks._join("nccl", RankPlace("torchrun", 2, 8, 2, "node0", 1), 5.0)
 
 
 def test_ranks_that_never_come_are_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     place = RankPlace("Slurm", 0, 2, 0, "127.0.0.1", free_port())
     with pytest.raises(PeerError, match=r"the 2 ranks did not all meet within 1 s"):
-        job._join("gloo", place, 1.0)
+        ranks._join("gloo", place, 1.0)
 
 
 def join_a_job(environment: dict[str, str]) -> list[tuple[int, str]]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckptkit.errors import PeerError, UsageError
+from ckptkit.parallel.ranks import current_communicator, init, run_in_memory
 from ckptkit.parallel.ranks.communicator import Communicator
-from ckptkit.parallel.ranks.job import current_communicator, init, run_in_memory
 from ckptkit.parallel.ranks.messages import MemoryCarrier
 from tests.parallel.ranks.contract import CONTRACT
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckptkit.errors import PeerError, UsageError
+from ckptkit.parallel.ranks import current_communicator, init
 from ckptkit.parallel.ranks.communicator import Communicator
-from ckptkit.parallel.ranks.job import current_communicator, init
 from ckptkit.parallel.ranks.messages import TorchCarrier
 from tests.live.pool import Died, Pool
 from tests.parallel.ranks.contract import CONTRACT

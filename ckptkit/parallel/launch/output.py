@@ -1,4 +1,4 @@
-"""What is to be launched, what its ranks print meanwhile, and what came of it."""
+"""What the ranks of a job print, and how it ended."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import os
 import re
 import selectors
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from ckptkit.errors import UsageError
-from ckptkit.parallel.ranks.job import BACKENDS
 
 Show = Callable[[str, str], None]
 """Called with "stdout" or "stderr", and a line."""
@@ -29,61 +25,6 @@ _OF_TORCH = re.compile(r"^\[rank\d+\]: ?")  # torch's own prefix, once it knows 
 _LONGEST = 2**20  # of a line that never ends
 _TURN = 0.05
 _LAST_LINES = 2.0  # seconds
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchJob:
-    """A program, and as how many ranks it runs."""
-
-    program: tuple[str, ...]
-    """The arguments of Python: a script or `-m` and a module, and then those of the program."""
-    nproc_per_node: int = 1
-    nodes: str = "1"
-    """How many machines take part: a number, or the least and the most as `1:4`."""
-    backend: str = "auto"
-    max_restarts: int = 0
-    endpoint: str = ""
-    """Where the machines meet, as host:port; the same on all of them."""
-    run_id: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.program or self.program == ("-m",):
-            raise UsageError("there is no program to launch", hint="name a script, or -m a module")
-        if self.nproc_per_node < 1:
-            raise UsageError("a machine runs one rank or more", value=self.nproc_per_node)
-        if self.max_restarts < 0:
-            raise UsageError("a job restarts never or some times", value=self.max_restarts)
-        if self.backend not in BACKENDS:
-            hint = f"there are {', '.join(BACKENDS)}"
-            raise UsageError("no such backend", value=self.backend, hint=hint)
-        _, most = self.node_range
-        if most > 1 and self.backend == "mpi":
-            raise UsageError(
-                "ranks on several machines are for mpirun itself to start",
-                value=self.nodes,
-                hint="mpirun --hostfile HOSTS -n 8 python train.py; ckptkit.parallel.init('mpi') "
-                "reads its environment",
-            )
-        if most > 1 and not self.endpoint:
-            raise UsageError(
-                "several machines need a place to meet",
-                value=self.nodes,
-                hint="--rdzv-endpoint HOST:PORT, the same on each of them",
-            )
-
-    @property
-    def node_range(self) -> tuple[int, int]:
-        """The least and the most machines."""
-        match = re.fullmatch(r"(\d+)(?::(\d+))?", self.nodes)
-        if match is None or int(match[1]) < 1 or int(match[2] or match[1]) < int(match[1]):
-            hint = "a number, or the least and the most: 1:4"
-            raise UsageError("is no number of machines", value=self.nodes, hint=hint)
-        return int(match[1]), int(match[2] or match[1])
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """What each rank runs; unbuffered, so that lines come when they are printed."""
-        return (sys.executable, "-u", *self.program)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""One rank under mpirun: runs a command and tells the launcher, line by line, what it prints.
+"""What MPI tells each of its ranks, and the program that `ckpt launch` has mpirun start as a rank:
+it runs a command as torchrun would, and tells the launcher, line by line, what that prints.
 
 Started by its path, once for each rank, so it stands on the standard library only.
 """
@@ -19,18 +20,33 @@ BREAK = "\x1f"
 
 _LONGEST = 2**19  # shorter than what the launcher takes apart, which would leave the rest unmarked
 
-_NAMES = (
-    ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-    ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
-    ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-)
+# The variables of the rank, the size, the rank on this machine and the size of that; of several the
+# first that is set counts.
+TORCHRUN = (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+MPI = {
+    "Open MPI": (
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    "MPI (PMI)": (
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    ),
+}
 
 
 def main() -> int:
     """Run the command that the arguments are."""
-    told = {name: next((os.environ[v] for v in of if v in os.environ), "") for name, *of in _NAMES}
-    told = {name: value for name, value in told.items() if value}
+    told: dict[str, str] = {}
+    for variables in MPI.values():
+        for (name,), of_mpi in zip(TORCHRUN, variables, strict=True):
+            for each in of_mpi:
+                if os.environ.get(each):
+                    told.setdefault(name, os.environ[each])
     rank = told.get("RANK", "0")
     child = subprocess.Popen(  # noqa: S603 - what the user asked for
         sys.argv[1:],
