@@ -8,8 +8,7 @@ from ckptkit.activation.memory import (
     kept_bytes,
     peak_bytes,
 )
-from ckptkit.activation.partition import TensorParallelPolicy
-from ckptkit.activation.pipeline import PipelineActivations
+from ckptkit.activation.parallelism import PipelineActivations, TensorParallelPolicy
 from ckptkit.activation.policy import Checkpointed, checkpoint_activations
 from ckptkit.activation.recompute import Undo
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.activation.memory import ActivationMeter, peak_bytes
 from ckptkit.activation.offload import HostMemory, Offloaded
-from ckptkit.activation.partition import Partition, group_for
+from ckptkit.activation.parallelism import Partition
 from ckptkit.activation.recompute import BufferCopies, Recomputed, Undo, selective, traceless
 from ckptkit.errors import UsageError
 from ckptkit.live.state.entries import canonical_names, every_module
@@ -78,7 +78,7 @@ def checkpoint_activations(
     found: dict[str, nn.Module] = {}
     for stage, module in enumerate(whole.modules):
         for name, block in _blocks_of(module, blocks).items():
-            if not any(block is each for each in found.values()):
+            if not any(block is each for each in found.values()):  # one may have several names
                 # Stages of one rank may have blocks of equal names.
                 found[f"stage {stage}: {name}" if name in found else name] = block
     if not found and not whole.is_staged:  # a stage may have none
@@ -102,8 +102,7 @@ def checkpoint_activations(
         undo.put(found, lambda _, block, plain: Offloaded(block, plain, memory))
     else:
         contexts, copies = selective if kind == "selective" else None, BufferCopies()
-        is_cut = kind == "partition"
-        partition = Partition(group_for(whole.modules[0], group)) if is_cut else None
+        partition = Partition.of(whole.modules[0], group) if kind == "partition" else None
 
         def recomputed(name: str, block: nn.Module, plain: Callable[..., Any]) -> Recomputed:
             around = nullcontext if partition is None else partial(partition.around, name)
@@ -142,7 +141,7 @@ def _blocks_of(model: nn.Module, wanted: BlockChoice | None) -> dict[str, nn.Mod
     """The blocks of a model by name, in their order.
 
     They are what lies in its outermost lists; or the outermost modules of a class, or whose names
-    match a pattern. One of several names has its first.
+    match a pattern. One of several names may come with each.
     """
     canonical = canonical_names(every_module(model))
     found = _listed(model, "") if wanted is None else _matching(model, wanted, canonical)
@@ -161,8 +160,7 @@ def _blocks_of(model: nn.Module, wanted: BlockChoice | None) -> dict[str, nn.Mod
                 where=canonical(name),
                 hint="undo that, or leave it so",
             )
-        if not any(block is each for each in blocks.values()):
-            blocks[canonical(name)] = block
+        blocks[canonical(name)] = block
     return blocks
 
 
@@ -211,9 +209,8 @@ def fit(modules: Sequence[nn.Module], blocks: Blocks, budget: int, step: Step, u
     def recompute(chosen: Collection[int]) -> None:
         undo()
         names = [costs.blocks[number].name for number in sorted(chosen)]
-        undo.put(
-            {name: blocks[name] for name in names}, lambda _, block, plain: Recomputed(block, plain)
-        )
+        found = {name: blocks[name] for name in names}
+        undo.put(found, lambda _, block, plain: Recomputed(block, plain))
 
     with meeting(current_world(), "budget", failure="no blocks were chosen") as ranks:
         costs = measure(modules, blocks, step)

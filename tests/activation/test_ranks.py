@@ -27,10 +27,10 @@ from ckptkit.activation import (
     Checkpointed,
     checkpoint_activations,
     kept_bytes,
-    partition,
+    parallelism,
     peak_bytes,
 )
-from ckptkit.activation.partition import _CutTensor
+from ckptkit.activation.parallelism import _CutTensor
 from ckptkit.activation.recompute import traceless
 from ckptkit.errors import LayoutError
 from tests.activation import network
@@ -264,8 +264,8 @@ def under(spec: str) -> list[str]:
         if policy:
             assert checkpointed(spread, policy, spread.modules, step).model is spread
         with (
-            patch.object(partition, "_LEAST", 1),
-            patch.object(partition, "_CutTensor", wraps=_CutTensor) as cuts,
+            patch.object(parallelism, "_LEAST", 1),
+            patch.object(parallelism, "_CutTensor", wraps=_CutTensor) as cuts,
         ):
             losses = training.train(spread, [1, 2])
         assert cuts.called == (policy == "partition")
