@@ -163,7 +163,16 @@ class ElasticTraining:
                 ranks.wait()  # nobody writes there any more
             if self._world.rank == 0:
                 shutil.rmtree(self._replicas.location, ignore_errors=True)
-        self._leave()
+        # Rank 0 goes last: with it may go the store that the others still ask how they met.
+        world = self._world
+        if world.rendezvous is None:
+            return
+        key = f"ckptkit/{next_name(world, 'left')}"
+        left = world.rendezvous.add(key, int(world.rank != 0))
+        deadline = time.monotonic() + _STAY
+        while world.rank == 0 and left < world.size - 1 and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+            left = world.rendezvous.add(key, 0)
 
     def __enter__(self) -> Self:
         return self
@@ -258,17 +267,6 @@ class ElasticTraining:
         saved = checkpointer.save(self._step, **self._parts, extra=extra)  # type: ignore[arg-type]
         if saved and checkpointer is self._checkpointer:
             self._saved = self._step
-
-    def _leave(self) -> None:
-        """Rank 0 goes last: with it may go the store that the others still ask how they met."""
-        world, key = self._world, f"ckptkit/{next_name(self._world, 'left')}"
-        if world.rendezvous is None:
-            return
-        left = world.rendezvous.add(key, int(world.rank != 0))
-        deadline = time.monotonic() + _STAY
-        while world.rank == 0 and left < world.size - 1 and time.monotonic() < deadline:
-            time.sleep(_PAUSE)
-            left = world.rendezvous.add(key, 0)
 
     def _meeting(self) -> AbstractContextManager[Ranks]:
         return meeting(self._world, "elastic", self._timeout, "the training does not go on")

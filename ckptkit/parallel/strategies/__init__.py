@@ -75,9 +75,15 @@ def as_distributed(
     (`optimizer=`, `rules=`, `microbatches=`, …): `Choices` lists them, and docs/strategies.md has a
     paragraph for each.
     """
+    if str(spec).strip() != "single" and not dist.is_initialized():
+        joined = init()
+        if not dist.is_initialized():
+            raise UsageError(
+                "these ranks have no process group of torch's, which its engines need",
+                value=f"{joined.world_size} ranks in memory",
+                hint="use gloo, nccl or mpi: ckptkit.parallel.init()",
+            )
     # Look at the model, and decide: a refusal changes nothing, and is one on all ranks.
-    if str(spec).strip() != "single":
-        _ensure_group()
     plain = _known_as(model)
     is_known = isinstance(plain, Distributed)
     with nullcontext(OneRank()) if is_known else all_ranks("spread") as ranks:
@@ -153,19 +159,6 @@ def _spread(model: nn.Module, job: SpreadJob) -> Distributed:
         plural = "" if len(units) == 1 else "s"
         log.info("%s layers in %s unit%s", f"{layers:,}", f"{len(units):,}", plural)
     return made
-
-
-def _ensure_group() -> None:
-    """Make this process a rank of the job that its environment tells of, or one alone."""
-    if dist.is_initialized():
-        return
-    ranks = init().world_size
-    if not dist.is_initialized():
-        raise UsageError(
-            "these ranks have no process group of torch's, which its engines need",
-            value=f"{ranks} ranks in memory",
-            hint="use gloo, nccl or mpi: ckptkit.parallel.init()",
-        )
 
 
 def _known_as(model: object) -> nn.Module | Distributed:

@@ -397,16 +397,14 @@ class _OnlySteps:
         )
 
 
-class _GPipe(_OnlySteps, ScheduleGPipe):
-    pass
-
-
-class _OneForwardOneBackward(_OnlySteps, Schedule1F1B):
-    pass
-
-
-class _Interleaved(_OnlySteps, ScheduleInterleaved1F1B):
-    pass
+_SCHEDULES: dict[str, Any] = {
+    name: type(kind.__name__, (_OnlySteps, kind), {})
+    for name, kind in (
+        ("gpipe", ScheduleGPipe),
+        ("1f1b", Schedule1F1B),
+        ("interleaved", ScheduleInterleaved1F1B),
+    )
+}
 
 
 class StagePipeline:
@@ -433,11 +431,8 @@ class StagePipeline:
         # `_loss` divides each loss. Torch would divide the gradients at the end, those of earlier
         # passes too, where these add up.
         settings: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
-        if options.schedule == "interleaved":
-            self.schedule: Any = _Interleaved([*self.stages], self._count, **settings)
-        else:
-            make = _GPipe if options.schedule == "gpipe" else _OneForwardOneBackward
-            self.schedule = make(self.stages[0], self._count, **settings)
+        given = [*self.stages] if options.schedule == "interleaved" else self.stages[0]
+        self.schedule = _SCHEDULES[options.schedule](given, self._count, **settings)
 
     def run(
         self, loss_function: LossFunction, inputs: tuple[Any, ...], targets: Any
