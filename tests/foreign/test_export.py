@@ -27,8 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ckptkit
-from ckptkit.checkpoint.export import export as engine
-from ckptkit.checkpoint.export import formats
+from ckptkit.checkpoint.export import files, formats
 from ckptkit.errors import AlreadyExistsError, CorruptionError, UsageError
 from ckptkit.model.dtype import DTYPES
 from tests.checkpoint.saving import Tensor, add, random_values, save, save_by
@@ -197,7 +196,7 @@ def test_torch_loads_the_weights(
     if is_large:  # as members beyond 4 GiB are described
         monkeypatch.setattr(formats, "_LARGE", 3000)
     # Several bands of one tensor, by several threads.
-    monkeypatch.setattr(engine, "_SEGMENT", 1500)
+    monkeypatch.setattr(files, "_SEGMENT", 1500)
     model = llama(tied=tied)
     run, out = step_of(model, tmp_path / "run"), tmp_path / "model.pt"
     ckptkit.export(run, out, to_format="torch", workers=4)
@@ -311,7 +310,7 @@ def test_arrays_are_converted_renamed_and_left_out(tmp_path: Path) -> None:
 
 def test_little_memory_and_large_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands of arrays, chunks that are read a little at a time, headers in pieces."""
-    monkeypatch.setattr(engine, "_SEGMENT", 1000)
+    monkeypatch.setattr(files, "_SEGMENT", 1000)
     values = {"a": random_values((64, 33)), "b": random_values((2000,)), "c": random_values((1, 9))}
     tensors = {f"model/{name}": Tensor(v, {"fsdp": "shard(0)"}) for name, v in values.items()}
     save(tmp_path / "run", tensors, strategy="fsdp:3", chunk_bytes=512)

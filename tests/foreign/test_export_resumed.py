@@ -15,7 +15,7 @@ import pytest
 import ckptkit
 from ckptkit.checkpoint.export import export as engine
 from ckptkit.checkpoint.export import files
-from ckptkit.checkpoint.export.export import write_file
+from ckptkit.checkpoint.export.files import write_file
 from ckptkit.errors import AlreadyExistsError, CkptkitError, StorageError
 from ckptkit.storage import Store, open_store
 from ckptkit.storage.base.address import new_temporary

@@ -6,21 +6,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
-from isal import isal_zlib
-
-from ckptkit.checkpoint.export.files import FinishedFiles, place_to_write, removed_on_failure
+from ckptkit.checkpoint.export.files import (
+    FinishedFiles,
+    place_to_write,
+    removed_on_failure,
+    write_file,
+)
 from ckptkit.checkpoint.export.formats import (
     EMBEDDINGS,
     Checked,
     Keys,
-    NewFile,
     NewFiles,
     NewTensor,
     dcp_folder,
@@ -31,24 +31,17 @@ from ckptkit.checkpoint.export.formats import (
 )
 from ckptkit.checkpoint.places import Place, check_room, store_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
-from ckptkit.checkpoint.read.stream import STREAM_MEMORY, bands
+from ckptkit.checkpoint.read.stream import STREAM_MEMORY
 from ckptkit.checkpoint.reshard.copy import ChunkCopier, check_huge_chunks
 from ckptkit.checkpoint.reshard.selection import Selection, check_numbers, choose
 from ckptkit.checkpoint.reshard.target import Budget, resident_bytes
 from ckptkit.checkpoint.reshard.translation import Chosen
-from ckptkit.checkpoint.workers import Progress, share_out
-from ckptkit.errors import (
-    AlreadyExistsError,
-    NotFoundError,
-    PeerError,
-    UsageError,
-)
+from ckptkit.checkpoint.workers import Progress
+from ckptkit.errors import AlreadyExistsError, NotFoundError, UsageError
 from ckptkit.foreign.folder import CONFIG, parsed
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.model import Box
 from ckptkit.model.document import counted, parse_size, size_text
-from ckptkit.plan.read import batches
 from ckptkit.storage import Options, Store, open_store
 from ckptkit.version import __version__
 
@@ -62,9 +55,6 @@ _WITH_OPTIMIZER = ("dcp", "torch")
 _BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "tokenizer*", "LICENSE*")
 _NOT_BESIDE = ("*.index.json", "*.safetensors", "*.bin", "trainer_state.json")
 _MOST_BESIDE = 256 << 20
-
-# As much of a file is filled and written at a time.
-_SEGMENT = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,147 +309,3 @@ def export_name(save_id: str, arrays: Sequence[Chosen], new: NewFiles) -> str:
     for key, data in new.closing:
         digest.update(repr((key, data)).encode())
     return digest.hexdigest()[:16]
-
-
-# Each file is filled some bytes at a time, by a few threads.
-
-
-@dataclass(frozen=True, slots=True)
-class FileBand:
-    """Elements of a tensor that come next in a file."""
-
-    tensor: int
-    start: int
-    """How many bytes of the tensor come before them."""
-    box: Box
-    nbytes: int
-
-
-class _Checksums:
-    """The checksums of tensors of a file, of which threads fill some bytes at a time.
-
-    A thread waits only for what comes before its own segment. That was begun before, by threads
-    that say what they have filled before they wait themselves.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._left = list(sizes)
-        self._parts: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
-        self._changed = threading.Condition()
-        self._stopped = False
-
-    def add(self, band: FileBand, crc: int) -> None:
-        """Some bytes of a tensor are there."""
-        with self._changed:
-            self._parts[band.tensor].append((band.start, band.nbytes, crc))
-            self._left[band.tensor] -= band.nbytes
-            if not self._left[band.tensor]:
-                self._changed.notify_all()
-
-    def of(self, tensor: int) -> int:
-        """The checksum of a tensor, once all of its bytes are there."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or not self._left[tensor])
-            if self._left[tensor]:
-                raise PeerError("another thread could not fill its part of the file")
-            parts = sorted(self._parts[tensor])
-        return combined([crc for _, _, crc in parts], [nbytes for _, nbytes, _ in parts])
-
-    def stop(self) -> None:
-        """Nobody has to wait any more."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-
-def write_file(
-    file: NewFile,
-    arrays: Sequence[Chosen],
-    copier: ChunkCopier,
-    store: Store,
-    progress: Progress | None,
-) -> tuple[int, int]:
-    """Write a file; its size, and its checksum."""
-    contents = list(_contents(file, arrays, copier.budget.batch_bytes))
-    # Small tensors are written together, large ones a band at a time.
-    runs = batches([nbytes for _, nbytes in contents], _SEGMENT) or [(0, 0)]
-    sizes = [sum(nbytes for _, nbytes in contents[first:last]) for first, last in runs]
-    crcs = [0] * len(runs)
-    checksums = None
-    if any(isinstance(piece, Checked) for piece in file.pieces):
-        checksums = _Checksums([array.info.nbytes for array in arrays])
-    sink = store.create(file.key, sizes, memory=copier.budget.sink_bytes)
-
-    def fill(number: int, memory: memoryview) -> None:
-        bands: list[tuple[FileBand, memoryview]] = []
-        boxes = []
-        checked: list[tuple[Checked, memoryview]] = []
-        end = 0
-        for piece, nbytes in contents[slice(*runs[number])]:
-            data = memory[end : end + nbytes]
-            end += nbytes
-            if isinstance(piece, bytes):
-                data[:] = piece
-            elif isinstance(piece, Checked):
-                checked.append((piece, data))
-            else:
-                chosen = arrays[piece.tensor]
-                values = np.frombuffer(data, chosen.info.dtype.bits).reshape(piece.box.shape)
-                boxes.append((chosen, piece.box, values))
-                bands.append((piece, data))
-        copier.fill_boxes(boxes)
-        if checksums is not None:
-            # All of this segment before any wait: others may wait for it (see `_Checksums`).
-            for band, data in bands:
-                checksums.add(band, int(isal_zlib.crc32(data)))
-            for piece, data in checked:
-                data[:] = piece.make([*map(checksums.of, piece.tensors)])
-        crcs[number] = int(isal_zlib.crc32(memory))
-
-    def write(number: int) -> None:
-        try:
-            with sink.filling(number) as memory:
-                fill(number, memory)
-        except BaseException:
-            if checksums is not None:
-                checksums.stop()
-            raise
-        if progress:
-            progress(sizes[number])
-
-    try:
-        share_out(range(len(runs)), write, copier.budget.workers)
-        sink.finish()
-    except BaseException:
-        sink.abort()
-        raise
-    return sum(sizes), combined(crcs, sizes)
-
-
-def combined(crcs: Sequence[int], sizes: Sequence[int]) -> int:
-    """The checksum of bytes that have these, one after the other."""
-    whole = 0
-    for crc, nbytes in zip(crcs, sizes, strict=True):
-        whole = int(isal_zlib.crc32_combine(whole, crc, nbytes))
-    return whole
-
-
-def _contents(
-    file: NewFile, arrays: Sequence[Chosen], most: int
-) -> Iterator[tuple[bytes | Checked | FileBand, int]]:
-    """What comes next in a file, and how many bytes that is."""
-    for piece in file.pieces:
-        if isinstance(piece, Checked):
-            yield piece, piece.nbytes
-        elif isinstance(piece, bytes):
-            for begin in range(0, len(piece), _SEGMENT):
-                data = piece[begin : begin + _SEGMENT]
-                yield data, len(data)
-        else:
-            chosen, start = arrays[piece], 0
-            itemsize = chosen.info.dtype.itemsize
-            widest = max(itemsize, chosen.source.dtype.itemsize)
-            for box in bands([chosen.source.grid], _SEGMENT // widest, most // widest):
-                band = FileBand(piece, start, box, box.size * itemsize)
-                yield band, band.nbytes
-                start += band.nbytes

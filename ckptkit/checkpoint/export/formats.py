@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from ckptkit.foreign.readers.safetensors import DTYPES, INDEX, METADATA, MOST_HE
 from ckptkit.format.names import MODEL
 from ckptkit.format.pack import end_records
 from ckptkit.model import DType
+from ckptkit.model.folds import natural_order
 
 _SPELLED = {dtype: spelled for spelled, dtype in DTYPES.items()}
 _HEADER_ALIGNED = 8
@@ -150,9 +150,9 @@ def shards_of(tensors: Sequence[NewTensor], most: int) -> list[list[int]]:
     """The numbers of the tensors of each file: neighbours with at most so many bytes, or one."""
     shards: list[list[int]] = [[]]
     room = most
-    for number in sorted(
-        range(len(tensors)), key=lambda n: _natural(".".join(tensors[n].paths[0]))
-    ):
+    names = [flat(tensor.paths[0]) for tensor in tensors]
+    places = {name: place for place, name in enumerate(natural_order(names))}
+    for number in sorted(range(len(tensors)), key=lambda n: places[names[n]]):
         nbytes = tensors[number].nbytes
         if shards[-1] and nbytes > room:
             shards.append([])
@@ -175,7 +175,9 @@ def plain_name(names: Iterable[str]) -> str:
 
 def _file(key: str, tensors: Sequence[NewTensor], numbers: Iterable[int]) -> NewFile:
     """A safetensors file. Tensors with larger elements come first: then all are aligned."""
-    order = sorted(numbers, key=lambda n: (-tensors[n].dtype.itemsize, _natural(tensors[n].name)))
+    by_name = {tensors[number].name: number for number in numbers}
+    order = [by_name[name] for name in natural_order(by_name)]
+    order.sort(key=lambda number: -tensors[number].dtype.itemsize)
     # Transformers refuses files that do not say of which framework they are.
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
@@ -205,11 +207,6 @@ def _file(key: str, tensors: Sequence[NewTensor], numbers: Iterable[int]) -> New
             hint="write a folder of several files",
         )
     return NewFile(key, (len(text).to_bytes(8, "little") + text, *order))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 class _Member(NamedTuple):
