@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, NamedBox, ReadMany
-from ckptkit.checkpoint.read.plan import plan_read
-from ckptkit.checkpoint.read.reader import Staged, Wanted
+from ckptkit.checkpoint.read.reader import Staged, Wanted, plan_read
 from ckptkit.checkpoint.workers import share_out
 from ckptkit.live.comparison import Filling, LoadOptions
 from ckptkit.live.state.parts import LiveTensor, boxes_here

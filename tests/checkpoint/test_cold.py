@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.read import plan
+from ckptkit.checkpoint.read import reader
 from ckptkit.errors import CorruptionError
 from ckptkit.model import Box
 from ckptkit.storage.source import LocalSource
@@ -40,7 +40,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 @pytest.fixture
 def past_cache(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each request that went past the cache, which 1 MB is enough for."""
-    monkeypatch.setattr(plan, "_LEAST_COLD", MB)
+    monkeypatch.setattr(reader, "_LEAST_COLD", MB)
     found: list[int] = []
     bring = LocalSource._bring
 

@@ -10,8 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.plan import plan_read
-from ckptkit.checkpoint.read.reader import ReadPlan, Wanted
+from ckptkit.checkpoint.read.reader import ReadPlan, Wanted, plan_read
 from ckptkit.errors import CorruptionError
 from ckptkit.model import Box
 from ckptkit.storage import MemoryStore, Store

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.checkpoint.read import plan
+from ckptkit.checkpoint.read import reader
 from ckptkit.errors import CorruptionError
 from ckptkit.live import fill, load, load_state, save
 from ckptkit.live.comparison import LoadOptions
@@ -57,7 +57,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(params=["warm", "cold"])
 def _cache(request: pytest.FixtureRequest) -> Iterator[None]:
     is_cold = request.param == "cold"
-    with patch.object(plan, "_are_cold", lambda *_: is_cold):
+    with patch.object(reader, "_are_cold", lambda *_: is_cold):
         yield
 
 

@@ -24,7 +24,7 @@ from ckptkit.checkpoint.export.formats import Checked, NewFile
 from ckptkit.checkpoint.places import crc_of, stored_size
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY, bands
-from ckptkit.checkpoint.reshard.chunks import ChunkCopier
+from ckptkit.checkpoint.reshard.copy import ChunkCopier
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Progress, at_once, share_out
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, StorageError, UsageError

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, StepFolder, manifest_at, read_manifest, store_at
-from ckptkit.checkpoint.read.packs import packs_of
-from ckptkit.checkpoint.read.plan import plan_read
-from ckptkit.checkpoint.read.reader import Wanted
+from ckptkit.checkpoint.read.packs import ForeignFiles, OpenPacks
+from ckptkit.checkpoint.read.reader import Wanted, plan_read
 from ckptkit.checkpoint.workers import Pace, Progress, share_out, uncollected
 from ckptkit.errors import (
     FormatError,
@@ -124,7 +123,9 @@ class Checkpoint(Closing):
         self.folder = folder
         self.store = folder.store
         self.manifest = manifest
-        self.packs = packs_of(folder, manifest)
+        self.packs = OpenPacks(folder, manifest)
+        if isinstance(manifest, ForeignManifest):
+            self.packs = ForeignFiles(folder, manifest)
         self._places = {name: place for place, name in enumerate(manifest.table.names)}
         for alias in manifest.aliases:
             self._places[alias.name] = self._places[alias.alias_of]
@@ -468,7 +469,7 @@ def _as_box(
         raise LayoutError(f"the index does not fit {len(shape)} dims", where=name, value=items)
     at = dots[0] if dots else len(items)
     filled = [*items[:at], *[slice(None)] * unnamed, *items[at + len(dots) :]]
-    wanted = [item for item in filled if item is not ...]
+    wanted: list[Any] = [item for item in filled if item is not ...]
     offset, extents = [], []
     rest: list[int | slice] = []
     for item, extent in zip(wanted, shape, strict=True):
@@ -479,18 +480,16 @@ def _as_box(
             # A step of -1 from the end down to the first element cannot be written as a stop.
             inner: int | slice = slice(None, None, chosen.step)
         else:
-            low = _position(name, item, extent)
+            if not isinstance(item, (int, np.integer)) or isinstance(item, bool):
+                raise LayoutError(
+                    "an index is made of integers, slices and …", where=name, value=item
+                )
+            low = int(item)
+            if not -extent <= low < extent:
+                raise IndexError(f"{name}: index {low} is out of bounds for a dim of {extent}")
+            low %= extent
             high, inner = low + 1, 0
         offset.append(low)
         extents.append(high - low)
         rest.append(inner)
     return Box(tuple(offset), tuple(extents)), tuple(rest)
-
-
-def _position(name: str, item: Any, extent: int) -> int:
-    if not isinstance(item, (int, np.integer)) or isinstance(item, bool):
-        raise LayoutError("an index is made of integers, slices and …", where=name, value=item)
-    position = int(item)
-    if not -extent <= position < extent:
-        raise IndexError(f"{name}: index {position} is out of bounds for a dim of {extent}")
-    return position % extent

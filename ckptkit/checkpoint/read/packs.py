@@ -30,6 +30,9 @@ class OpenPacks:
     def __init__(self, folder: StepFolder, manifest: Manifest) -> None:
         self.manifest = manifest
         self.pace = Pace.of(folder.store)
+        # The most that is in memory of what was read, besides what is asked for.
+        self.kept_bytes = 0
+        self._files = len(manifest.packs)
         # Where opening asks for a pack, an open one is that which was looked at, whatever becomes
         # of its name.
         self._open_asks = folder.store.abilities.open_survives_delete
@@ -87,14 +90,9 @@ class OpenPacks:
         for source in closing.values():
             source.close()
 
-    def is_put_together(self, pack: int) -> bool:  # noqa: ARG002
+    def is_put_together(self, pack: int) -> bool:
         """Whether some bytes of a chunk take as long to read as all of it."""
-        return False
-
-    @property
-    def kept_bytes(self) -> int:
-        """The most that is in memory of what was read, besides what is asked for."""
-        return 0
+        return pack >= self._files
 
     def _opened(self, pack: int) -> Source:
         written = self.manifest.packs[pack].size
@@ -148,17 +146,12 @@ class ForeignFiles(OpenPacks):
     def __init__(self, folder: StepFolder, manifest: ForeignManifest) -> None:
         super().__init__(folder, manifest)
         self._foreign = manifest
+        self._files = len(manifest.foreign.files)
         self._numbers = {pack.name: number for number, pack in enumerate(manifest.packs)}
+        self.kept_bytes = kept_bytes(manifest.foreign.encoded)
 
     def key(self, pack: int) -> str:
         return self.manifest.packs[pack].name
-
-    def is_put_together(self, pack: int) -> bool:
-        return pack >= len(self._foreign.foreign.files)
-
-    @property
-    def kept_bytes(self) -> int:
-        return kept_bytes(self._foreign.foreign.encoded)
 
     def _opened(self, pack: int) -> Source:
         if not self.is_put_together(pack):
@@ -179,13 +172,6 @@ class ForeignFiles(OpenPacks):
             where=self.where(pack),
             hint="it was changed while it was read; open it again",
         )
-
-
-def packs_of(folder: StepFolder, manifest: Manifest) -> OpenPacks:
-    """The packs of a step, or the files of a foreign checkpoint."""
-    if isinstance(manifest, ForeignManifest):
-        return ForeignFiles(folder, manifest)
-    return OpenPacks(folder, manifest)
 
 
 # The last central record (46 bytes, name, extra) and the end records, with room to spare.

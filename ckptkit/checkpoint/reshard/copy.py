@@ -21,8 +21,7 @@ from isal import isal_zlib
 
 from ckptkit.checkpoint.places import StepFolder, step_name
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.plan import plan_read
-from ckptkit.checkpoint.read.reader import BAND_BYTES, Wanted
+from ckptkit.checkpoint.read.reader import BAND_BYTES, Wanted, plan_read
 from ckptkit.checkpoint.read.stream import check_chunk
 from ckptkit.checkpoint.reshard.selection import objects_of
 from ckptkit.checkpoint.reshard.target import Budget, ReshardTarget, TargetArray

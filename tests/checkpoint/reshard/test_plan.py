@@ -19,7 +19,7 @@ def test_the_plan_foresees_what_is_read_and_written(
     source: str, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Chunks that lie beside each other are read together, with what is between them.
-    monkeypatch.setattr("ckptkit.checkpoint.read.plan.WIDEST_GAP", 0)
+    monkeypatch.setattr("ckptkit.checkpoint.read.reader.WIDEST_GAP", 0)
     monkeypatch.setattr("ckptkit.checkpoint.reshard.copy.READ_ALONG", 0)
     counting, destination = CountingStore(saved(source)), MemoryStore()
     plan = ckptkit.plan_reshard(counting, destination, to=to, rules=RULES)
