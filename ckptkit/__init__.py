@@ -17,14 +17,8 @@ from ckptkit.errors import CkptkitError
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint.check.findings import (
-        ArrayDifference,
-        Diff,
-        Finding,
-        ObjectDifference,
-    )
-    from ckptkit.checkpoint.check.state import Digest, diff, digest
-    from ckptkit.checkpoint.check.verify import rebuild, verify
+    from ckptkit.checkpoint.check.diff import ArrayDifference, Diff, ObjectDifference, diff
+    from ckptkit.checkpoint.check.verify import Digest, Finding, digest, rebuild, verify
     from ckptkit.checkpoint.export.export import Exported, export
     from ckptkit.checkpoint.export.files import unpack
     from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
@@ -47,9 +41,8 @@ if TYPE_CHECKING:
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
 # three times as long if it waited for all.
 _MODULES = {
-    "checkpoint.check.findings": ("ArrayDifference", "Diff", "Finding", "ObjectDifference"),
-    "checkpoint.check.state": ("Digest", "diff", "digest"),
-    "checkpoint.check.verify": ("rebuild", "verify"),
+    "checkpoint.check.diff": ("ArrayDifference", "Diff", "ObjectDifference", "diff"),
+    "checkpoint.check.verify": ("Digest", "Finding", "digest", "rebuild", "verify"),
     "checkpoint.export.export": ("Exported", "export"),
     "checkpoint.export.files": ("unpack",),
     "checkpoint.ranks": ("FileBarrier", "Ranks", "ThreadBarrier"),

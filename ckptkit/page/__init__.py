@@ -22,8 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.findings import Diff
-from ckptkit.checkpoint.check.state import diff, numbers
+from ckptkit.checkpoint.check.diff import Diff, diff, numbers
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY, Band, Limits, stored_arrays, stream

@@ -16,10 +16,9 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
-from ckptkit.checkpoint.check.verify import PackBytes
 from ckptkit.checkpoint.places import StepFolder
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.checkpoint.read.packs import read_record
+from ckptkit.checkpoint.read.packs import PackBytes, read_record
 from ckptkit.checkpoint.run.mirror import (
     CopyOptions,
     UnsoundStepError,

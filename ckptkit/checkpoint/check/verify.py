@@ -1,21 +1,23 @@
 """Is a step whole? Every byte of it is accounted for, and what is wrong comes back as findings,
-not as exceptions. Where the packs are whole, `rebuild` makes a lost manifest of them again.
+not as exceptions. The digest of what is in it (FORMAT section 11) is the same whatever its
+strategy. Where the packs are whole, `rebuild` makes a lost manifest of them again.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
-from isal import isal_zlib
+import numpy.typing as npt
+import xxhash
 
-from ckptkit.checkpoint.check.findings import Finding
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
@@ -23,21 +25,25 @@ from ckptkit.checkpoint.places import (
     Place,
     StepFolder,
     described,
-    manifest_at,
     read_manifest,
     step_name,
     step_number,
     store_at,
 )
-from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_foreign
-from ckptkit.checkpoint.read.packs import PackRecord, read_record
-from ckptkit.checkpoint.read.stream import STREAM_MEMORY, Limits
-from ckptkit.checkpoint.workers import Pace, Progress, ask_all, share_out
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.packs import Fault, PackBytes, faults_of, read_record
+from ckptkit.checkpoint.read.stream import (
+    STREAM_MEMORY,
+    Band,
+    Limits,
+    Readable,
+    stored_arrays,
+    stream,
+)
+from ckptkit.checkpoint.workers import Pace, Progress, ask_all, uncollected
 from ckptkit.checkpoint.write.commit import assemble, gather, missing_groups, publish
-from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import (
     CkptkitError,
-    CorruptionError,
     FormatError,
     NotCommittedError,
     NotFoundError,
@@ -49,19 +55,34 @@ from ckptkit.errors import (
 )
 from ckptkit.foreign.readers.formats import format_of
 from ckptkit.format.array_table import ArrayTable, ArrayTables
-from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document
+from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import Manifest, Record
-from ckptkit.format.objects import whole
-from ckptkit.format.pack import Entries, Entry, data_offset, directory, local_headers
-from ckptkit.model.document import parse_size
-from ckptkit.storage import Options, Store, default_pool
+from ckptkit.format.names import ALIKE, DIGEST_ALGORITHM
+from ckptkit.format.objects import ObjectInfo, whole
+from ckptkit.model.document import counted, parse_size
+from ckptkit.storage import Options, Store
 
 # So many packs at a time, where they are read over a network.
 _PACKS = 4
-_WINDOW = 4 << 20
-_NOT_GROUPS = "not the group documents of the step"
+# So many elements at a time are asked whether they are finite: what comes of it stays in the cache.
+_FINITE_BLOCK = 1 << 16
 # So many saves are named where there are several.
 _NAMED = 8
+_ARRAY, _OBJECT, _STEP = b"ckptkit-array-1\0", b"ckptkit-object-1\0", b"ckptkit-step-1\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with a step."""
+
+    kind: str
+    """corrupt, missing, extra, mismatch, unreadable, or values: some are no finite numbers."""
+    where: str
+    what: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.where}: {self.what}"
 
 
 def verify(
@@ -82,36 +103,57 @@ def verify(
     """
     store = store_at(location, storage_options)
     try:
-        folder, manifest = manifest_at(store)
+        checkpoint = open_checkpoint(store)
     except FormatError as error:
         return [_as_finding(error, str(store.location))]
-    except NotFoundError as error:
-        try:
-            checkpoint = open_foreign(store, error)
-        except FormatError as broken:
-            return [_as_finding(broken, str(store.location))]
-        findings: list[Finding] = []
-    else:
-        findings = _compared(folder, manifest, threads, progress)
-        checkpoint = Checkpoint(folder, manifest)
     with checkpoint:
+        findings = [] if checkpoint.foreign else _compared(checkpoint, threads, progress)
         if values and not findings:
-            # What most commands, and all that copy steps, have no need of.
-            from ckptkit.checkpoint.check.state import not_finite  # noqa: PLC0415
-
             limits = Limits.of(parse_size(memory), threads, sources=[checkpoint])
             try:
-                findings = not_finite(checkpoint, limits, progress)
+                findings = _not_finite(checkpoint, limits, progress)
             except (FormatError, StorageError) as error:
                 findings = [_as_finding(error, checkpoint.location)]
     return findings
 
 
+def _not_finite(checkpoint: Checkpoint, limits: Limits, progress: Progress | None) -> list[Finding]:
+    """The arrays that hold NaNs or infinities."""
+    stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
+    names = [
+        a.name
+        for a in checkpoint.manifest.arrays
+        if a.dtype.numpy.names is None and ("float" in a.dtype.name or "complex" in a.dtype.name)
+    ]
+    counts = np.zeros((len(names), 2), np.int64)
+    lock = threading.Lock()
+
+    def count(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        raw, dtype = values[0].reshape(-1), stored[names[band.item]].dtype
+        found = np.zeros(2, np.int64)
+        for begin in range(0, len(raw), _FINITE_BLOCK):
+            block = raw[begin : begin + _FINITE_BLOCK].view(dtype.numpy)
+            if not np.isfinite(block).all():
+                found += int(np.isnan(block).sum()), int(np.isinf(block).sum())
+        with lock:
+            counts[band.item] += found
+
+    stream([[stored[name]] for name in names], count, limits, progress=progress)
+    findings = []
+    for name, (nans, infinities) in zip(names, counts.tolist(), strict=True):
+        if nans or infinities:
+            of = stored[name].size
+            what = f"of {of} elements {nans} are NaN and {infinities} infinite"
+            findings.append(Finding("values", f"{checkpoint.location}: {name}", what))
+    return findings
+
+
 def _compared(
-    folder: StepFolder, manifest: Manifest, threads: int | None, progress: Progress | None
+    checkpoint: Checkpoint, threads: int | None, progress: Progress | None
 ) -> list[Finding]:
     """What is not as it was written."""
-    store, data = folder.store, folder.data(manifest.save.save_id)
+    folder, manifest, store = checkpoint.folder, checkpoint.manifest, checkpoint.store
+    data = folder.data(checkpoint.save_id)
     findings, wrong_size = _files(store, data, manifest)
     there = [n for n, pack in enumerate(manifest.packs) if pack.name not in wrong_size]
     ranks = [number for number in there if manifest.packs[number].record is not None]
@@ -131,7 +173,7 @@ def _compared(
         found: list[Finding] = []
         record: Record | None = None
         try:
-            read = read_record(folder, manifest.save.save_id, number, tables, size=pack.size)
+            read = read_record(folder, checkpoint.save_id, number, tables, size=pack.size)
             record = read.record
             faults = faults_by(PackBytes.of_rank(read, where))
             if read.pack != pack:
@@ -158,7 +200,7 @@ def _compared(
         for number in set(there).difference(ranks):
             key = f"{data}/{manifest.packs[number].name}"
             try:
-                known_bytes = PackBytes.of_groups(records)
+                known_bytes = PackBytes.of_groups(missing_groups(records))
                 faults = faults_of(store, key, store.size(key), known_bytes, each, progress)
             except CkptkitError as error:
                 findings.append(_as_finding(error, described(store, key)))
@@ -215,194 +257,125 @@ def _as_finding(error: CkptkitError, where: str) -> Finding:
     return Finding(kind, error.where or where, error.what, error.hint)
 
 
-Fault = tuple[int, str]
-"""The byte of a pack where something is wrong, and what."""
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What a state is, whatever its strategy: equal digests, equal states."""
 
+    step: str
+    """The digest of all arrays and objects together."""
+    arrays: dict[str, str]
+    """By name; tied arrays are there under each of their names."""
+    objects: dict[str, str]
 
-_Entries: TypeAlias = Iterable[tuple[Entry, bytes | None]]
-"""Entries in pack order, with the content of those whose content is known."""
-
-
-class PackWindow(NamedTuple):
-    """Some of a pack that is read at a time: whole entries, or some of what follows them."""
-
-    start: int
-    size: int
-    entries: Sequence[tuple[Entry, bytes | None]] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackBytes:
-    """What every byte of a pack has to be: its entries without a gap, up to `end`, then exactly
-    `closing`. The pack of group documents has no record: it is `closing` alone.
-
-    A copy of a step sends nothing on that it has not looked at with this.
-    """
-
-    entries: Callable[[], _Entries]
-    """Makes the entries anew each time: a pack may have millions of them."""
-    end: int
-    closing: bytes
-    has_headers: bool = True
-    """Whether headers can be told from the entries: they have no gaps between them."""
-
-    @classmethod
-    def of_rank(cls, found: PackRecord, where: str) -> PackBytes:
-        """The bytes of a rank's pack; CorruptionError where its record cannot be right."""
-        end = 0
-
-        def placed() -> Iterator[Entry]:
-            nonlocal end
-            for entry, _ in _entries(found):
-                if entry.offset != data_offset(entry.name, entry.length, end):
-                    what = f"the record leaves a gap or an overlap before {entry.name}"
-                    raise CorruptionError(what, where=f"{where} at byte {end}")
-                end = entry.offset + entry.length
-                yield entry
-
-        closing = directory(Entries.of(placed()))
-        return cls(partial(_entries, found), end, closing)
-
-    @classmethod
-    def of_groups(cls, records: Sequence[Record]) -> PackBytes:
-        """Those of the pack of group documents that no rank wrote: which belong in it follows from
-        what the records say is elsewhere.
-        """
-        return cls(tuple, 0, groups_pack(missing_groups(records)))
-
-    @classmethod
-    def of_chunks(cls, manifest: Manifest, pack: int) -> PackBytes:
-        """Those of its chunks alone, by what the manifest says of them: its record cannot be read,
-        and so there is no knowing what is between them, or follows them.
-        """
-        rows = np.flatnonzero(manifest.pack == pack)
-        rows = rows[np.argsort(manifest.offset[rows])]
-
-        def entries() -> _Entries:
-            for row in rows.tolist():
-                numbers = (manifest.offset[row], manifest.length[row], manifest.crc32[row])
-                yield Entry(manifest.chunk_key(row), *map(int, numbers)), None
-
-        return cls(entries, manifest.packs[pack].size, b"", has_headers=False)
+    def __repr__(self) -> str:
+        return f"Digest({self.step!r}, of {counted(len(self.arrays), 'array')})"
 
     @property
-    def size(self) -> int:
-        """How many there have to be."""
-        return self.end + len(self.closing)
+    def algorithm(self) -> str:
+        """The hash that all of them are made with."""
+        return DIGEST_ALGORITHM
 
-    def windows(self, nbytes: int) -> Iterator[PackWindow]:
-        """All of the pack in order, about so much at a time, and no entry in two of them."""
-        start = stop = 0
-        items: list[tuple[Entry, bytes | None]] = []
-        for entry, document in self.entries():
-            if items and entry.offset + entry.length - start > nbytes:
-                yield PackWindow(start, stop - start, items)
-                items = []
-            if not items:
-                start = stop if self.has_headers else entry.offset
-            items.append((entry, document))
-            stop = entry.offset + entry.length
-        if items:
-            yield PackWindow(start, stop - start, items)
-        for start in range(self.end, self.size, nbytes):
-            yield PackWindow(start, min(nbytes, self.size - start))
-
-    def faults(self, window: PackWindow, memory: memoryview) -> Iterator[Fault]:
-        """What is wrong in the memory that a window was read into."""
-        position = 0
-        headers = []
-        if self.has_headers and window.entries:
-            headers = local_headers(Entries.of(entry for entry, _ in window.entries), window.start)
-        for number, (entry, document) in enumerate(window.entries):
-            begin = entry.offset - window.start
-            if headers and memory[position:begin] != headers[number]:
-                yield window.start + position, f"the header of {entry.name} is damaged"
-            position = begin + entry.length
-            data = memory[begin:position]
-            actual = int(isal_zlib.crc32(data))
-            if actual != entry.crc:
-                what = f"{entry.name} has the checksum {actual:08x}, written was {entry.crc:08x}"
-                yield entry.offset, what
-            elif document is not None and data != document:
-                # Another version may write the same in other words.
-                said = None
-                with suppress(ValueError):
-                    said = json.loads(bytes(data))
-                if said != json.loads(document):
-                    yield entry.offset, f"{entry.name} does not say what the manifest says"
-        begin = window.start - self.end
-        if begin >= 0 and memory != (expected := self.closing[begin : begin + window.size]):
-            pairs = enumerate(zip(bytes(memory), expected, strict=True))
-            first = next(place for place, (a, b) in pairs if a != b)
-            yield window.start + first, "the directory is damaged" if self.end else _NOT_GROUPS
+    def findings(self, checkpoint: Checkpoint) -> list[Finding]:
+        """What is wrong if this is the digest of a step: it may have another one on record."""
+        recorded = checkpoint.details.get("digest")
+        if not isinstance(recorded, dict) or recorded.get("algorithm") != DIGEST_ALGORITHM:
+            return []
+        if recorded.get("step") == self.step:
+            return []
+        what = f"the state has the digest {self.step}, recorded is {recorded.get('step')!s:.40}"
+        return [Finding("mismatch", checkpoint.location, what)]
 
 
-def faults_of(
-    store: Store,
-    key: str,
-    size: int,
-    known: PackBytes,
+@uncollected()
+def digest(
+    location: Place,
+    *,
+    memory: int | str = STREAM_MEMORY,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> list[Fault]:
-    """Everything in a pack of this size that is not as it has to be, read from end to end by some
-    threads.
+    storage_options: Options | None = None,
+) -> Digest:
+    """The digest of a step (of a run: its newest one), every chunk of which is checked."""
+    store = store_at(location, storage_options)
+    with open_checkpoint(store) as checkpoint:
+        limits = Limits.of(parse_size(memory), threads, sources=[checkpoint])
+        stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(store))
+        return digest_of(stored, checkpoint.manifest.objects, limits, progress=progress)
+
+
+def digest_of(
+    arrays: Mapping[str, Readable],
+    objects: Sequence[ObjectInfo],
+    limits: Limits,
+    *,
+    progress: Progress | None = None,
+) -> Digest:
+    """The digest of arrays by name, where two names may have one array, and of objects as a
+    manifest has them.
     """
-    pace = Pace.of(store)
-    found: list[Fault] = []
-    if size != known.size:
-        what = "the directory has another length than it should" if known.end else _NOT_GROUPS
-        found.append((known.end, what))
-        known = replace(known, closing=b"")
+    distinct = list({id(array): array for array in arrays.values()}.values())
+    hashers = []
+    for array in distinct:
+        heading = _ARRAY + array.dtype.name.encode() + b"\0"
+        numbers = (len(array.shape), *array.shape)
+        hashers.append(xxhash.xxh3_128(heading + struct.pack(f"<{len(numbers)}Q", *numbers)))
 
-    with store.open(key, size) as source:
+    def add(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        hashers[band.item].update(values[0].reshape(-1).view(np.uint8).data)
 
-        def scan(window: PackWindow) -> None:
-            if not pace.by_request:
-                # Into memory that was used before, which is faster to fill.
-                with default_pool().take(window.size) as memory:
-                    source.read_into(window.start, memory)
-                    found.extend(known.faults(window, memory))
-            else:
-                found.extend(known.faults(window, source.fetch(window.start, window.size)))
-            if progress:
-                progress(window.size)
-
-        each = pace.request_bytes if pace.by_request else _WINDOW
-        share_out(known.windows(each), scan, threads or pace.requests)
-    return sorted(found)
+    stream([[array] for array in distinct], add, limits, ordered=True, progress=progress)
+    texts = {id(array): hasher.hexdigest() for array, hasher in zip(distinct, hashers, strict=True)}
+    of_arrays = {name: texts[id(arrays[name])] for name in sorted(arrays)}
+    of_objects = {item.name: object_digest(item) for item in state_objects(objects, of_arrays)}
+    of_step = xxhash.xxh3_128(_STEP)
+    for kind, digests in ((b"a", of_arrays), (b"o", of_objects)):
+        for name in sorted(digests):
+            text = name.encode()
+            of_step.update(kind + bytes.fromhex(digests[name]))
+            of_step.update(struct.pack("<Q", len(text)) + text)
+    return Digest(of_step.hexdigest(), of_arrays, of_objects)
 
 
-def _entries(found: PackRecord) -> _Entries:
-    record = found.record
-    for document in record.documents.each():
-        array = record.table.by_name.get(document.name.removesuffix(f"/{DOCUMENT}"))
-        yield document, group_document() if array is None else array_document(array)
-    for row in range(len(record.chunk)):
-        info = record.table.arrays[int(record.array[row])]
-        name = chunk_key(info.name, info.grid.index(int(record.chunk[row])))
-        offset, length = int(record.offset[row]), int(record.length[row])
-        yield Entry(name, offset, length, int(record.crc32[row])), None
-    yield found.entry, None
+def state_objects(objects: Sequence[ObjectInfo], arrays: Iterable[str]) -> list[ObjectInfo]:
+    """The objects, sorted by name, that are part of the state, and not said of an array that is."""
+    said = {f"{ALIKE}/{name}" for name in arrays}
+    return sorted((o for o in objects if o.name not in said), key=lambda item: item.name)
+
+
+def object_digest(item: ObjectInfo) -> str:
+    """The digest of one object of a manifest."""
+    hasher = xxhash.xxh3_128(_OBJECT + item.semantics.encode() + b"\0")
+    hasher.update(canonical(whole(item), item.name))
+    return hasher.hexdigest()
 
 
 def rebuild(
     location: Place, *, save_id: str | None = None, storage_options: Options | None = None
 ) -> Manifest:
-    """Make the manifest of a step from its packs and commit it; refused where a readable one
-    exists.
+    """Make the manifest of a step from its packs and commit it. A damaged or empty one is replaced;
+    where one can be read, that is refused.
 
-    A damaged or empty one is replaced.
-
-    With the packs of several complete saves in the step, `save_id` has to say which one is
-    meant.
+    With the packs of several complete saves in the step, `save_id` has to say which one is meant.
     """
     store = store_at(location, storage_options)
     folder, number = StepFolder(store), step_number(store.location.name)
     if number is not None and store.location.scheme == "file" and not isinstance(location, Store):
         # From the run down: where the step is a link, what it leads to is not this run's.
         folder = StepFolder(store_at(store.location.parent), store.location.name)
-    damaged = _is_damaged(folder)
+    is_damaged = False
+    if MANIFEST in folder.store.children(folder.name):
+        try:
+            read_manifest(folder)
+        except VersionError:
+            raise
+        except (FormatError, NotCommittedError):
+            is_damaged = True
+        else:
+            raise StepExistsError(
+                "the step is committed already, and its manifest can be read",
+                where=str(folder),
+                hint=f"there is nothing to rebuild; `ckpt verify {folder}` looks at every byte",
+            )
     manifest = _choose(folder, save_id)
     if number is not None and number != manifest.save.step:
         raise FormatError(
@@ -410,27 +383,8 @@ def rebuild(
             where=str(folder),
             hint=f"the folder was renamed: call it {step_name(manifest.save.step)} again",
         )
-    publish(folder, manifest, replace=damaged)
+    publish(folder, manifest, replace=is_damaged)
     return manifest
-
-
-def _is_damaged(folder: StepFolder) -> bool:
-    """Whether there is a manifest that is damaged or empty; StepExistsError where there is a
-    good one.
-    """
-    if MANIFEST not in folder.store.children(folder.name):
-        return False
-    try:
-        read_manifest(folder)
-    except VersionError:
-        raise
-    except (FormatError, NotCommittedError):
-        return True
-    raise StepExistsError(
-        "the step is committed already, and its manifest can be read",
-        where=str(folder),
-        hint=f"there is nothing to rebuild; `ckpt verify {folder}` looks at every byte",
-    )
 
 
 def _choose(folder: StepFolder, save_id: str | None) -> Manifest:

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.checkpoint.check.verify import PackBytes, faults_of
 from ckptkit.checkpoint.places import (
     DATA,
     Place,
@@ -32,7 +31,7 @@ from ckptkit.checkpoint.places import (
     store_at,
 )
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, reopened
-from ckptkit.checkpoint.read.packs import read_record
+from ckptkit.checkpoint.read.packs import PackBytes, faults_of, read_record
 from ckptkit.checkpoint.reshard.copy import at_work, copy_packs
 from ckptkit.checkpoint.reshard.target import Budget, ReshardOptions, ReshardTarget, target_of
 from ckptkit.checkpoint.workers import LOOK, Progress

@@ -12,7 +12,7 @@ from typing import Any, Required, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.state import digest_of
+from ckptkit.checkpoint.check.verify import digest_of
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,

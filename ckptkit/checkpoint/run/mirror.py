@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from ckptkit.checkpoint.check.verify import PackBytes, PackWindow
 from ckptkit.checkpoint.places import (
     StepFolder,
     described,
@@ -31,7 +30,7 @@ from ckptkit.checkpoint.places import (
     stored_size,
 )
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
-from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
+from ckptkit.checkpoint.read.packs import OpenPacks, PackBytes, PackRecord, PackWindow, read_record
 from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, prune, remove
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
 from ckptkit.checkpoint.write.commit import (
@@ -39,6 +38,7 @@ from ckptkit.checkpoint.write.commit import (
     commit,
     committed_save_id,
     discard,
+    missing_groups,
     tell_commit,
 )
 from ckptkit.checkpoint.write.damage import forget_replacing, is_unreadable, may_replace
@@ -54,7 +54,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.format.array_table import ArrayTables
-from ckptkit.format.manifest import SaveInfo
+from ckptkit.format.manifest import Record, SaveInfo
 from ckptkit.storage import Store
 
 log = logging.getLogger("ckptkit.checkpoint")
@@ -410,8 +410,7 @@ class _Copying:
         """
         with self._reading(str(self.source)):
             try:
-                records = [found.record for found in self._records()]
-                expected = assemble(records, self._manifest.packs)
+                expected = assemble(self._records(), self._manifest.packs)
             except PeerError as error:
                 what = f"the packs do not fit together: {error.what}"
                 raise CorruptionError(what) from error
@@ -439,7 +438,7 @@ class _Copying:
         where, progress = self._sources.where(pack), self._progress
         with self._reading(where):
             if info.record is None:
-                known = PackBytes.of_groups([found.record for found in self._records()])
+                known = PackBytes.of_groups(missing_groups(self._records()))
             else:
                 # The records of other ranks may refer to rank 0's.
                 self._record(0)
@@ -470,10 +469,11 @@ class _Copying:
             raise
         return info.size
 
-    def _records(self) -> list[PackRecord]:
+    def _records(self) -> list[Record]:
         ranks = [n for n, pack in enumerate(self._manifest.packs) if pack.record is not None]
         first = [self._record(rank) for rank in ranks[:1]]
-        return [*first, *ask_all(self.source.store, self._record, ranks[1:])]
+        found = [*first, *ask_all(self.source.store, self._record, ranks[1:])]
+        return [each.record for each in found]
 
     def _record(self, pack: int) -> PackRecord:
         if pack not in self._found:

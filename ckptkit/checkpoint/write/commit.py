@@ -34,10 +34,9 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.places import MANIFEST, StepFolder, manifest_bytes, refuse_begun
 from ckptkit.checkpoint.ranks import Ranks
-from ckptkit.checkpoint.read.packs import PackRecord, read_record
+from ckptkit.checkpoint.read.packs import PackRecord, groups_pack, read_record
 from ckptkit.checkpoint.workers import asked_in_threads, at_once
 from ckptkit.checkpoint.write.damage import is_replaceable
-from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,

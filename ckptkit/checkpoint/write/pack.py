@@ -30,20 +30,14 @@ from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import (
     Alias,
     ArrayInfo,
-    group_document,
-    key_of,
 )
 from ckptkit.format.manifest import SaveInfo, pack_name, record_bytes
 from ckptkit.format.objects import ObjectInfo, objects_to_docs
 from ckptkit.format.pack import (
-    Entries,
     Entry,
     data_offset,
-    data_offsets,
-    directory,
     directory_length,
     local_header,
-    local_headers,
     put_checksums,
     record_name,
 )
@@ -402,14 +396,3 @@ def pack_of(
             yield slot
 
     return Pack(rank, plan, objects, fill, data)
-
-
-def groups_pack(groups: Iterable[str]) -> bytes:
-    """The pack of group documents alone, which has no record."""
-    names, document = list(map(key_of, groups)), group_document()
-    lengths = np.full(len(names), len(document))
-    offsets = data_offsets(np.array(list(map(len, names)), dtype=np.int64), lengths)
-    crcs = np.full(len(names), isal_zlib.crc32(document), dtype=np.uint32)
-    entries = Entries(names, offsets, lengths, crcs)
-    data = b"".join(header + document for header in local_headers(entries, 0))
-    return data + directory(entries)

@@ -1,33 +1,23 @@
-"""The state in a step, whatever its strategy: its digest (FORMAT section 11), and where two differ,
-and how much; and which numbers are none. Arrays are streamed, those of two steps side by side.
+"""Where the states in two steps differ, and how much, whatever their strategies: as records, lines
+and a card. Their arrays are streamed side by side.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from ckptkit.checkpoint.check.findings import (
-    ArrayDifference,
-    ArrayForm,
-    Compared,
-    Diff,
-    Finding,
-    ObjectDifference,
-    ValueDifference,
-)
-from ckptkit.checkpoint.places import Place, store_at, stores_at
+from ckptkit.checkpoint.check.verify import object_digest, state_objects
+from ckptkit.checkpoint.places import Place, stores_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import (
     STREAM_MEMORY,
@@ -39,123 +29,23 @@ from ckptkit.checkpoint.read.stream import (
 )
 from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.errors import UsageError
-from ckptkit.format.leaves import canonical
-from ckptkit.format.names import (
-    ALIKE,
-    DIGEST_ALGORITHM,
-    check_used,
-    inner_name,
-    matches,
-    pattern_list,
-)
-from ckptkit.format.objects import ObjectInfo, whole
+from ckptkit.format.names import check_used, inner_name, matches, pattern_list
+from ckptkit.format.objects import whole
 from ckptkit.model import DType
-from ckptkit.model.document import counted, parse_size
+from ckptkit.model.document import counted, parse_size, size_text
+from ckptkit.model.folds import fold_names, natural_order
+from ckptkit.model.pictures import card, table
 from ckptkit.storage import Options
 
-_ARRAY, _OBJECT, _STEP = b"ckptkit-array-1\0", b"ckptkit-object-1\0", b"ckptkit-step-1\0"
 # What the numbers of a block are converted to, a few times over.
 _SPARE = 4 << 20
 # So many elements at a time: what they are converted to stays in the cache, and small.
 _BLOCK = 1 << 14
-# The same for those that are only asked whether they are finite.
-_FINITE_BLOCK = 1 << 16
 _LARGEST = float(2**64)
+_SHOWN = 20
 
 Array = npt.NDArray[Any]
 _Pair = tuple[Readable | None, Readable | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """What a state is, whatever its strategy: equal digests, equal states."""
-
-    step: str
-    """The digest of all arrays and objects together."""
-    arrays: dict[str, str]
-    """By name; tied arrays are there under each of their names."""
-    objects: dict[str, str]
-
-    def __repr__(self) -> str:
-        return f"Digest({self.step!r}, of {counted(len(self.arrays), 'array')})"
-
-    @property
-    def algorithm(self) -> str:
-        """The hash that all of them are made with."""
-        return DIGEST_ALGORITHM
-
-    def findings(self, checkpoint: Checkpoint) -> list[Finding]:
-        """What is wrong if this is the digest of a step: it may have another one on record."""
-        recorded = checkpoint.details.get("digest")
-        if not isinstance(recorded, dict) or recorded.get("algorithm") != DIGEST_ALGORITHM:
-            return []
-        if recorded.get("step") == self.step:
-            return []
-        what = f"the state has the digest {self.step}, recorded is {recorded.get('step')!s:.40}"
-        return [Finding("mismatch", checkpoint.location, what)]
-
-
-@uncollected()
-def digest(
-    location: Place,
-    *,
-    memory: int | str = STREAM_MEMORY,
-    threads: int | None = None,
-    progress: Progress | None = None,
-    storage_options: Options | None = None,
-) -> Digest:
-    """The digest of a step (of a run: its newest one), every chunk of which is checked."""
-    store = store_at(location, storage_options)
-    with open_checkpoint(store) as checkpoint:
-        limits = Limits.of(parse_size(memory), threads, sources=[checkpoint])
-        stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(store))
-        return digest_of(stored, checkpoint.manifest.objects, limits, progress=progress)
-
-
-def digest_of(
-    arrays: Mapping[str, Readable],
-    objects: Sequence[ObjectInfo],
-    limits: Limits,
-    *,
-    progress: Progress | None = None,
-) -> Digest:
-    """The digest of arrays by name, where two names may have one array, and of objects as a
-    manifest has them.
-    """
-    distinct = list({id(array): array for array in arrays.values()}.values())
-    hashers = []
-    for array in distinct:
-        heading = _ARRAY + array.dtype.name.encode() + b"\0"
-        numbers = (len(array.shape), *array.shape)
-        hashers.append(xxhash.xxh3_128(heading + struct.pack(f"<{len(numbers)}Q", *numbers)))
-
-    def add(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
-        hashers[band.item].update(values[0].reshape(-1).view(np.uint8).data)
-
-    stream([[array] for array in distinct], add, limits, ordered=True, progress=progress)
-    texts = {id(array): hasher.hexdigest() for array, hasher in zip(distinct, hashers, strict=True)}
-    of_arrays = {name: texts[id(arrays[name])] for name in sorted(arrays)}
-    of_objects = {item.name: object_digest(item) for item in state_objects(objects, of_arrays)}
-    of_step = xxhash.xxh3_128(_STEP)
-    for kind, digests in ((b"a", of_arrays), (b"o", of_objects)):
-        for name in sorted(digests):
-            text = name.encode()
-            of_step.update(kind + bytes.fromhex(digests[name]))
-            of_step.update(struct.pack("<Q", len(text)) + text)
-    return Digest(of_step.hexdigest(), of_arrays, of_objects)
-
-
-def state_objects(objects: Sequence[ObjectInfo], arrays: Iterable[str]) -> list[ObjectInfo]:
-    """The objects, sorted by name, that are part of the state, and not said of an array that is."""
-    said = {f"{ALIKE}/{name}" for name in arrays}
-    return sorted((o for o in objects if o.name not in said), key=lambda item: item.name)
-
-
-def object_digest(item: ObjectInfo) -> str:
-    """The digest of one object of a manifest."""
-    hasher = xxhash.xxh3_128(_OBJECT + item.semantics.encode() + b"\0")
-    hasher.update(canonical(whole(item), item.name))
-    return hasher.hexdigest()
 
 
 @uncollected()
@@ -283,37 +173,131 @@ def _chosen(
     }
 
 
-def not_finite(
-    checkpoint: Checkpoint, limits: Limits, progress: Progress | None = None
-) -> list[Finding]:
-    """The arrays that hold NaNs or infinities."""
-    stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
-    names = [
-        a.name
-        for a in checkpoint.manifest.arrays
-        if a.dtype.numpy.names is None and ("float" in a.dtype.name or "complex" in a.dtype.name)
-    ]
-    counts = np.zeros((len(names), 2), np.int64)
-    lock = threading.Lock()
+@dataclass(frozen=True, slots=True)
+class ArrayForm:
+    """What an array is, but for its values."""
 
-    def count(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
-        raw, dtype = values[0].reshape(-1), stored[names[band.item]].dtype
-        found = np.zeros(2, np.int64)
-        for begin in range(0, len(raw), _FINITE_BLOCK):
-            block = raw[begin : begin + _FINITE_BLOCK].view(dtype.numpy)
-            if not np.isfinite(block).all():
-                found += int(np.isnan(block).sum()), int(np.isinf(block).sum())
-        with lock:
-            counts[band.item] += found
+    shape: tuple[int, ...]
+    dtype: str
 
-    stream([[stored[name]] for name in names], count, limits, progress=progress)
-    findings = []
-    for name, (nans, infinities) in zip(names, counts.tolist(), strict=True):
-        if nans or infinities:
-            of = stored[name].size
-            what = f"of {of} elements {nans} are NaN and {infinities} infinite"
-            findings.append(Finding("values", f"{checkpoint.location}: {name}", what))
-    return findings
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """How many elements of an array differ, and how much."""
+
+    count: int
+    of: int
+    max_abs: int | float | None
+    """The largest difference; None where none is a number, as between a number and a NaN."""
+    first: tuple[int, ...]
+    """The index of the first of them, in row-major order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayDifference:
+    """An array that is not the same in both steps."""
+
+    name: str
+    kind: str
+    """only_a, only_b, shape, dtype or values."""
+    a: ArrayForm | None
+    b: ArrayForm | None
+    values: ValueDifference | None = None
+
+    def __str__(self) -> str:
+        a, b, values = self.a, self.b, self.values
+        if a is None or b is None:
+            return f"{self.name}: only in {'B' if a is None else 'A'}"
+        if self.kind == "shape":
+            return f"{self.name}: shape {a.shape} != {b.shape}"
+        if values is None:
+            return f"{self.name}: dtype {a.dtype} != {b.dtype}"
+        most = "" if values.max_abs is None else f" by {values.max_abs:.6g} at most"
+        first = f", first at {list(values.first)}" if values.first else ""
+        return f"{self.name}: {values.count} of {counted(values.of, 'element')} differ{most}{first}"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectDifference:
+    """An object that is not the same in both steps; sums by their total, splits by all items."""
+
+    name: str
+    kind: str
+    """only_a, only_b, semantics or value."""
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One of the two steps."""
+
+    location: str
+    step: int
+    strategy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """Two steps, what of them was compared, and what differs, sorted by name."""
+
+    a: Compared
+    b: Compared
+    arrays: tuple[ArrayDifference, ...]
+    objects: tuple[ObjectDifference, ...]
+    array_count: int
+    object_count: int
+    nbytes: int
+    """The bytes of the arrays that were compared, on one side."""
+
+    @property
+    def same(self) -> bool:
+        """Whether they are the same state."""
+        return not self.arrays and not self.objects
+
+    def lines(self) -> list[str]:
+        """A line for each array that differs, the largest difference first: other names, shapes and
+        dtypes are larger than any, and alike layers share a line of these.
+        """
+        others = [each for each in self.arrays if each.values is None]
+        kinds = [(each.kind, each.a, each.b) for each in others]
+        found = []
+        for name, places in fold_names([each.name for each in others], kinds):
+            count = f", {len(places)} x" if len(places) > 1 else ""
+            found.append(str(replace(others[places[0]], name=f"{name}{count}")))
+        values = {each.name: each for each in self.arrays if each.values is not None}
+        ordered = [values[name] for name in natural_order(values)]
+        return [*found, *map(str, sorted(ordered, key=_nearness))]
+
+    def summary(self) -> str:
+        """What came of it, on one line."""
+        between = f"A {self.a.strategy}, B {self.b.strategy}"
+        arrays, objects = counted(self.array_count, "array"), counted(self.object_count, "object")
+        if self.same:
+            return f"the same state: {arrays}, {objects}, {size_text(self.nbytes)} ({between})"
+        differing = ((self.arrays, arrays), (self.objects, objects))
+        parts = [f"{len(items)} of {every}" for items, every in differing if items]
+        verb = "differs" if len(self.arrays) + len(self.objects) == 1 else "differ"
+        return f"{' and '.join(parts)} {verb} ({between})"
+
+    def __repr__(self) -> str:
+        return f"Diff({self.summary()})"
+
+    def _repr_html_(self) -> str:
+        lines = [line.rpartition(": ") for line in self.lines()]
+        rows = [(name, what) for name, _, what in lines[:_SHOWN]]
+        if len(lines) > _SHOWN:
+            rows.append((f"and {len(lines) - _SHOWN} more", ""))
+        facts = {"A": self.a.location, "B": self.b.location, "": self.summary()}
+        if self.objects:
+            facts["objects"] = ", ".join(each.name for each in self.objects[:_SHOWN])
+        return card("diff", facts, table(("array", "differs"), rows))
+
+
+def _nearness(found: ArrayDifference) -> float:
+    """What those with the largest difference have least of; of a NaN there is no difference."""
+    largest = None if found.values is None else found.values.max_abs
+    return -math.inf if largest is None else -largest
 
 
 # How far apart two values are: elements of arrays, by their bits or within a tolerance, and what is
