@@ -42,7 +42,25 @@ def load_rules(
     `sizes` are those that rules refer to, and may be a whole Hugging Face config. Names that no
     preset fits give rules that know no tensor.
     """
-    rules = _found(what, names)
+    if isinstance(what, Rules):
+        rules = what
+    elif isinstance(what, Mapping):
+        rules = Rules.from_doc(what, where="rules")
+    elif what == "auto":
+        fitting = fitting_presets(names)
+        if len(fitting) > 1:
+            raise RulesError(
+                f"more than one preset fits: {', '.join(fitting)}",
+                where="rules auto",
+                hint=f"name the one that is meant, such as --rules {fitting[0]}",
+            )
+        rules = Rules("auto, which knows no preset for these names", ())
+        if fitting:
+            rules = presets()[fitting[0]].rules
+    elif isinstance(what, str) and what in presets():
+        rules = presets()[what].rules
+    else:
+        rules = Rules.from_doc(document_in(what, [*presets(), "auto"]), where=Path(what).name)
     return rules.with_sizes(sizes_of({**rules.known, **(sizes or {})}))
 
 
@@ -121,27 +139,6 @@ def _ranks_by_kind(strategy: Strategy) -> dict[str, int]:
         if axis.size > 1:
             found[axis.kind] = found.get(axis.kind, 1) * axis.size
     return found
-
-
-def _found(what: RulesLike, names: Iterable[str]) -> Rules:
-    if isinstance(what, Rules):
-        return what
-    if isinstance(what, Mapping):
-        return Rules.from_doc(what, where="rules")
-    if what == "auto":
-        fitting = fitting_presets(names)
-        if len(fitting) > 1:
-            raise RulesError(
-                f"more than one preset fits: {', '.join(fitting)}",
-                where="rules auto",
-                hint=f"name the one that is meant, such as --rules {fitting[0]}",
-            )
-        if fitting:
-            return presets()[fitting[0]].rules
-        return Rules("auto, which knows no preset for these names", ())
-    if isinstance(what, str) and what in presets():
-        return presets()[what].rules
-    return Rules.from_doc(document_in(what, [*presets(), "auto"]), where=Path(what).name)
 
 
 def document_in(what: str | os.PathLike[str], known: Sequence[str] = ()) -> Any:

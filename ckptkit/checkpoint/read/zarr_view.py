@@ -123,10 +123,9 @@ class ZarrView(Store):
             return name in self._groups or name in self._arrays
         return self._chunk(key) is not None
 
-    async def list(self) -> AsyncIterator[str]:
+    def list(self) -> AsyncIterator[str]:
         """All keys."""
-        for key in self.keys():
-            yield key
+        return self.list_prefix("")
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         """All keys that begin so."""
