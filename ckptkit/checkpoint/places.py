@@ -24,7 +24,7 @@ from ckptkit.errors import (
     NotFoundError,
     UsageError,
 )
-from ckptkit.foreign.readers.formats import format_of
+from ckptkit.foreign.readers import format_of
 from ckptkit.format.envelope import (
     CRC_BYTES,
     CRC_MARK,
@@ -370,7 +370,7 @@ def _not_committed(
         return NotFoundError(
             f"no checkpoint of ckptkit, but {known.what}",
             where=where,
-            hint=_FOREIGN_HINT if known.read is None else READABLE_HINT,
+            hint=_FOREIGN_HINT if not known.read else READABLE_HINT,
         )
     what = f"{len(names)} other files" if names else "nothing there"
     guess = "" if names else _steps_beside(folder)

@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
-from ckptkit.foreign.readers.formats import format_of
+from ckptkit.foreign.readers import format_of
 from tests.checkpoint.saving import Tensor, random_values, save
 
 

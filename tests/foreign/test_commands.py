@@ -15,7 +15,7 @@ from ckptkit.cli.output import ABSENT, CORRUPT, STORAGE
 import ckptkit
 from ckptkit.checkpoint.read.stream import stored_arrays
 from ckptkit.errors import FormatError, NotFoundError
-from ckptkit.foreign.readers import formats
+from ckptkit.foreign import readers
 from ckptkit.live import StateMismatchError, load
 from ckptkit.model import Box
 from tests.cli.programs import ckpt, document
@@ -234,7 +234,7 @@ def test_a_file_that_changes_once_it_was_looked_at_is_one_clear_error(
     lost: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a command was to do with it: none claims that all is well."""
-    made, file = formats._manifest, model / "model.safetensors"
+    made, file = readers._manifest, model / "model.safetensors"
     whole = file.read_bytes()
 
     def changing(read: Any, folder: Any) -> Any:
@@ -259,7 +259,7 @@ def test_a_file_that_changes_once_it_was_looked_at_is_one_clear_error(
         ("export", model, out, "--to-format", "torch"),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(formats, "_manifest", changing)
+            patched.setattr(readers, "_manifest", changing)
             result = ckpt(*arguments)
         assert isinstance(result.exception, SystemExit), arguments
         assert result.exit_code in (CORRUPT, ABSENT, STORAGE), arguments

@@ -53,7 +53,7 @@ from ckptkit.errors import (
     UsageError,
     VersionError,
 )
-from ckptkit.foreign.readers.formats import format_of
+from ckptkit.foreign.readers import format_of
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import Manifest, Record

@@ -28,7 +28,7 @@ from ckptkit.errors import (
 from ckptkit.foreign.contents import SAVE_ID_PREFIX as FOREIGN
 from ckptkit.foreign.contents import ForeignManifest
 from ckptkit.foreign.extents import ForeignStep
-from ckptkit.foreign.readers.formats import find_foreign
+from ckptkit.foreign.readers import find_foreign
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole

@@ -27,7 +27,7 @@ from ckptkit.checkpoint.places import (
 )
 from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
-from ckptkit.foreign.readers.formats import numbered
+from ckptkit.foreign.readers import numbered
 from ckptkit.format.manifest import Manifest
 from ckptkit.model.document import counted, size_text, time_text
 from ckptkit.model.pictures import Inline, card, table

@@ -14,6 +14,7 @@ from typing import Any
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
 from ckptkit.foreign.folder import Folder, config_of, parsed
+from ckptkit.foreign.readers.dcp import with_optimizer
 from ckptkit.format.names import join
 from ckptkit.model import Box, DType, document
 
@@ -76,7 +77,7 @@ def read_safetensors(folder: Folder) -> ForeignStep:
     if unread := folder.unread(files):
         details["left_out"] = unread
     arrays = [_array(folder, name, found) for name, found in parts.items()]
-    return ForeignStep(
+    found = ForeignStep(
         format="safetensors",
         files={key: folder.size(key) for key in files},
         arrays=arrays,
@@ -84,6 +85,7 @@ def read_safetensors(folder: Folder) -> ForeignStep:
         details=details,
         sizes=config_of(folder),
     )
+    return with_optimizer(folder, found)
 
 
 def read_header(folder: Folder, key: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import Folder, config_of
+from ckptkit.foreign.readers.dcp import with_optimizer
 from ckptkit.foreign.readers.safetensors import weight_map
 from ckptkit.foreign.spread import MeshPart, strategy_of
 from ckptkit.foreign.states import (
@@ -206,8 +207,8 @@ def _step(
             value=sorted(files)[:8],
             hint="name the file that the tensors are in",
         )
-    sizes = config_of(folder)
-    return found.step("torch.save", folder, files, sizes=sizes, step=number, **more)
+    more |= {"sizes": config_of(folder), "step": number}
+    return with_optimizer(folder, found.step("torch.save", folder, files, **more))
 
 
 def _of_ranks(
