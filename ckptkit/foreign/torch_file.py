@@ -16,8 +16,8 @@ import numpy as np
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import Extent, c_order, span_of
 from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.pickles import read_pickle
 from ckptkit.foreign.pickles.globals import DTYPES, STORAGES, Global, Placeholder
-from ckptkit.foreign.pickles.interpreter import read_pickle
 from ckptkit.foreign.spread import MeshPart, dtensor, sharded_tensor
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, DType, document

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.pickles import interpreter
+from ckptkit.foreign import pickles
+from ckptkit.foreign.pickles import read_pickle
 from ckptkit.foreign.pickles.globals import Global, Placeholder
-from ckptkit.foreign.pickles.interpreter import read_pickle
 
 
 def read(data: bytes) -> Any:
@@ -227,7 +227,7 @@ def test_what_comes_again_is_the_same_value(seed: int, monkeypatch: pytest.Monke
     for name, value in told:
         alone = read(pickle.dumps(entries[name], protocol=4))
         assert value == whole(alone)
-    monkeypatch.setattr(interpreter, "_AGAIN", 0)
+    monkeypatch.setattr(pickles, "_AGAIN", 0)
     assert whole(found) == whole(read(data))
 
 
@@ -307,7 +307,7 @@ def test_remembering_takes_no_longer_than_reading() -> None:
 
     part = b"\x8c\x00\x94" + b"\x94" * 8000 + b"\x8c\x01b" * 2000
     data = b"\x80\x04(" + part * 4 + b"1N."
-    it = interpreter._Interpreter(data, "a", None)
+    it = pickles._Interpreter(data, "a", None)
     it.memo = Memo()
     assert it.run() is None
     assert Memo.copied < len(data)
@@ -375,15 +375,15 @@ def test_sizes_read_at_once_are_counted_as_opcode_by_opcode(
     sizes = [torch.Size(range(n)) for n in range(1, 5)] * 2
     values = [sizes, sizes[0], [torch.Size([True]), torch.Size([2**70, 300])], (5,)]
     data = pickle.dumps(values, protocol=4)
-    assert data.count(interpreter._REST_OF_SIZE) > 3
+    assert data.count(pickles._REST_OF_SIZE) > 3
 
     def counted() -> tuple[Any, ...]:
-        it = interpreter._Interpreter(data, "a", None)
+        it = pickles._Interpreter(data, "a", None)
         value = it.run()
         of_memo = [it.known.get(id(made), (made, 0, 0)) for made in it.memo]
         inside = [id(made) in it.inside for made in it.memo]
         return value, of_memo, inside, it.called
 
     at_once = counted()
-    monkeypatch.setattr(interpreter, "_REST_OF_SIZE", b"\xff")
+    monkeypatch.setattr(pickles, "_REST_OF_SIZE", b"\xff")
     assert at_once == counted()

@@ -18,8 +18,8 @@ from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.decoded import Place
 from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import DCP_METADATA, Folder
+from ckptkit.foreign.pickles import read_pickle
 from ckptkit.foreign.pickles.globals import Placeholder
-from ckptkit.foreign.pickles.interpreter import read_pickle
 from ckptkit.foreign.spread import by_boxes
 from ckptkit.foreign.states import Path, StateTensor, counted, put, reason, states_of
 from ckptkit.foreign.torch_file import (
