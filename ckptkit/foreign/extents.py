@@ -1,18 +1,21 @@
-"""What a format's reader finds: arrays, and where in which file their elements lie."""
+"""What a format's reader finds: arrays, and where in which file their elements lie. Some of these
+are read where nothing else tells which file is whose.
+"""
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import numpy as np
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.decoded import Encoded
+from ckptkit.foreign.folder import Folder, Place, read_places
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.model import Box, DType, Grid, Placement, Strategy
 from ckptkit.model.document import located
@@ -23,6 +26,27 @@ from ckptkit.model.grid import I64
 # by a twelfth at best; with 16 MiB it is hardly faster, and what a server sends takes more memory.
 _CHUNK_BYTES = 8 << 20
 _MOST_CHUNKS = 1 << 22
+# Of larger tensors so many runs of so many elements are compared.
+_SAMPLES, _SAMPLE = 4, 64
+DECODED = ".decoded"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A chunk of elements: where it is, and how large."""
+
+    name: str
+    """What the format calls it, for messages."""
+    nbytes: int
+    place: Place | None
+    """None for one that was not stored, because all of it is zeros."""
+    is_compressed: bool = True
+
+    @property
+    def making_bytes(self) -> int:
+        """What is in memory while it is decoded: what it was, and what it becomes."""
+        place = self.place
+        return self.nbytes + (place.length if place is not None and place.inside is None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,3 +290,61 @@ def c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
     """How many elements lie between the first and the last of such, both counted."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretches:
+    """Elements in the order of a parameter, or of a bucket, in stretches that are each one run of
+    bytes in a file.
+    """
+
+    dtype: DType
+    stretches: tuple[Extent, ...]
+    starts: tuple[int, ...]
+    """The first element of each, and behind the last the number of all."""
+
+    @classmethod
+    def of(cls, dtype: DType, stretches: Sequence[Extent]) -> Stretches:
+        starts = accumulate((extent.box.size for extent in stretches), initial=0)
+        return cls(dtype, tuple(stretches), tuple(starts))
+
+    @property
+    def size(self) -> int:
+        return self.starts[-1]
+
+    def between(self, begin: int, end: int) -> Iterator[tuple[Extent, int, int]]:
+        """The stretches of some elements, each with those that count, from its own first on."""
+        at = bisect.bisect_right(self.starts, begin) - 1
+        while at < len(self.stretches) and self.starts[at] < end:
+            first, after = self.starts[at : at + 2]
+            if max(begin, first) < min(end, after):
+                yield self.stretches[at], max(begin, first) - first, min(end, after) - first
+            at += 1
+
+
+def samples(
+    folder: Folder, rows: Sequence[tuple[Stretches, int, int]]
+) -> list[np.ndarray[tuple[int], np.dtype[np.generic]]]:
+    """Some elements of stretches of rows, which are told by where they begin and how many they are;
+    of stretches of one length those at the same places.
+    """
+    places: list[list[Place]] = []
+    for row, begin, size in rows:
+        mine, width = [], row.dtype.itemsize
+        for first, last in sampled(size):
+            for extent, low, high in row.between(begin + first, begin + last):
+                start = extent.offset + low * width
+                mine.append(Place(extent.file, start, (high - low) * width))
+        places.append(mine)
+    read = iter(read_places(folder, [each for mine in places for each in mine]))
+    return [
+        np.frombuffer(b"".join(islice(read, len(mine))), dtype=row.dtype.numpy)
+        for mine, (row, _, _) in zip(places, rows, strict=True)
+    ]
+
+
+def sampled(size: int) -> list[tuple[int, int]]:
+    if size <= _SAMPLES * _SAMPLE:
+        return [(0, size)]
+    first = [(size - _SAMPLE) * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
+    return [(at, at + _SAMPLE) for at in first]

@@ -7,9 +7,10 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.errors import FormatError
+from ckptkit.errors import CorruptionError, FormatError
 from ckptkit.storage import Store, Stored
 
 CONFIG = "config.json"
@@ -32,6 +33,16 @@ _PART = re.compile(
 # one for the optimizer.
 APART = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
 DCP_METADATA = ".metadata"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where some bytes are: in a file, or in metadata that was read."""
+
+    file: str
+    offset: int
+    length: int
+    inside: bytes | None = None
 
 
 class Folder:
@@ -134,6 +145,28 @@ class Folder:
         for data in read:
             self.seen.update(data)
         return found
+
+
+def read_places(folder: Folder, places: Sequence[Place]) -> list[bytes]:
+    """Some metadata, with few requests of each file."""
+    found: list[bytes] = [place.inside or b"" for place in places]
+    by_file: dict[str, list[int]] = {}
+    for number, place in enumerate(places):
+        if place.inside is None:
+            by_file.setdefault(place.file, []).append(number)
+    for file, numbers in sorted(by_file.items()):
+        numbers.sort(key=lambda number: places[number].offset)
+        ranges = [(places[number].offset, places[number].length) for number in numbers]
+        for number, data in zip(numbers, folder.read_many(file, ranges), strict=True):
+            if len(data) < places[number].length:
+                raise CorruptionError(
+                    f"the file has {folder.size(file)} bytes, and more are needed",
+                    where=folder.where(file),
+                    value=(places[number].offset, places[number].length),
+                    hint="it was cut short; copy it again",
+                )
+            found[number] = data
+    return found
 
 
 def config_of(folder: Folder) -> dict[str, Any]:

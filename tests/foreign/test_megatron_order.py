@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import pytest
 
+from ckptkit.foreign.extents import Stretches
 from ckptkit.foreign.readers.megatron_buckets import (
     _Bucket,
     _decide,
     _LocalParameter,
     _Slot,
 )
-from ckptkit.foreign.samples import Stretches
 from ckptkit.model import DType
 
 BEFORE = ("self_attention.linear_qkv.layer_norm_weight",)

@@ -18,8 +18,8 @@ from isal import isal_zlib
 from ckptkit.checkpoint.places import StepFolder, described, read_manifest
 from ckptkit.checkpoint.workers import Pace, Progress, share_out
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
-from ckptkit.foreign.contents import ForeignManifest, GatheredSource
-from ckptkit.foreign.decoded import DECODED, DecodedSource, kept_bytes
+from ckptkit.foreign.contents import DecodedSource, ForeignManifest, GatheredSource, kept_bytes
+from ckptkit.foreign.extents import DECODED
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document, key_of
 from ckptkit.format.manifest import Manifest, PackInfo, Record, pack_name

@@ -15,8 +15,14 @@ from itertools import islice
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.deepspeed.files import MIXED, NOT_COPIED, ModelPart, as_dict, read_tree
-from ckptkit.foreign.deepspeed.model_parallel import same_on_all
+from ckptkit.foreign.deepspeed.files import (
+    MIXED,
+    NOT_COPIED,
+    ModelPart,
+    as_dict,
+    read_tree,
+    same_on_all,
+)
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, Owner, Placement, Shard, document

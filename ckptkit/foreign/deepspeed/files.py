@@ -429,3 +429,10 @@ def _fits(value: Any, piece: RankPieces, row: int) -> bool:
 def likeness(value: Any) -> object:
     """Equal for values that are: of tensors in files as their checksums tell."""
     return value.content if isinstance(value, StateTensor) else repr(value)
+
+
+def same_on_all(name: str, values: Sequence[Any], where: str) -> Any:
+    """A value that is no part of a tensor, of the first of several files."""
+    if len({likeness(value) for value in values}) > 1:
+        raise FormatError(f"{name} is not the same in all files", where=where, hint=MIXED)
+    return values[0]

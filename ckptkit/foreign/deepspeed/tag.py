@@ -7,31 +7,32 @@ mostly, which are left out; what only they have are buffers and frozen parameter
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from ckptkit.errors import FormatError
 from ckptkit.foreign.deepspeed.experts import SharedExperts, by_order, read_experts, read_optimizers
 from ckptkit.foreign.deepspeed.files import (
     MIXED,
     OTHERWISE,
-    UNIVERSAL,
     ModelPart,
     TagFiles,
     as_dict,
     find_files,
     read_part,
     read_tree,
+    same_on_all,
 )
 from ckptkit.foreign.deepspeed.model_parallel import (
     ParallelModel,
     degrees,
     joined,
     named,
-    same_on_all,
+    read_universal,
 )
 from ckptkit.foreign.deepspeed.zero import (
     Zero,
@@ -41,12 +42,9 @@ from ckptkit.foreign.deepspeed.zero import (
     shapes_by_fragments,
     shapes_of,
 )
-from ckptkit.foreign.extents import ForeignArray, ForeignStep
+from ckptkit.foreign.extents import ForeignArray, ForeignStep, Stretches, samples
 from ckptkit.foreign.folder import Folder, config_of
-from ckptkit.foreign.pickles.globals import Placeholder
-from ckptkit.foreign.samples import check_copies, check_step
 from ckptkit.foreign.states import StateTensor, states_of
-from ckptkit.foreign.torch_file import read_file
 from ckptkit.format.names import BY_ORDER
 from ckptkit.model import (
     Axis,
@@ -61,9 +59,8 @@ from ckptkit.model import (
     document,
 )
 
-# Of a Universal Checkpoint.
-_STATES = "optimizer_state.pt"
-_FILE = re.compile(r"(?P<name>.+)/(?P<key>[^/]+)\.pt")
+# So many files are named in a message.
+_NAMED = 8
 # Of a model's file: how its tensors lie, which is told otherwise here.
 _LAYOUT = (
     *("module", "optimizer", "buffer_names", "param_shapes", "shared_params"),
@@ -98,7 +95,7 @@ def read_deepspeed(folder: Folder) -> ForeignStep:
     whole = None
     if files.universal:
         shapes = [_shapes(part, {}, experts) for part in parts]
-        whole = _read_universal(folder, files, shapes)
+        whole = read_universal(folder, files, shapes)
     zeros = [whole] if whole else []
     models: list[ParallelModel] = []
     for column in range(columns):
@@ -117,104 +114,6 @@ def read_deepspeed(folder: Folder) -> ForeignStep:
     # Universal Checkpoints are for any strategy: nothing is cut.
     sizes = {} if whole else {"pp": stages, "tp": columns}
     return _as_step(folder, files, parts, model, zeros, experts, sizes)
-
-
-def _read_universal(
-    folder: Folder, tagged: TagFiles, parts: Sequence[Sequence[Mapping[str, tuple[int, ...]]]]
-) -> Zero:
-    """What `ds_to_universal.py` writes, a folder for each parameter with a file for its master
-    weight and one for each state: those of `param_shapes` of all parts of a model. Of all else in
-    the folder the model's own files have what was saved: here it was made float32, and of tied
-    parameters it is the copy.
-    """
-    top = f"{tagged.tag}{UNIVERSAL}"
-    files: dict[str, dict[str, str]] = {}
-    for key in tagged.universal:
-        if match := _FILE.fullmatch(key.removeprefix(top)):
-            files.setdefault(match["name"], {})[match["key"]] = key
-    rows: list[dict[str, set[tuple[int, ...]]]] = []
-    for shapes in parts:
-        rows += [{} for _ in range(len(shapes) - len(rows))]
-        for row, names in zip(rows, shapes, strict=False):
-            for name, shape in names.items():
-                row.setdefault(name, set()).add(shape)
-    said = read_file(folder, f"{top}{_STATES}").tree
-    if not isinstance(said, dict):
-        raise FormatError("not the state of an optimizer", where=folder.where(f"{top}{_STATES}"))
-    found = Zero()
-    if isinstance(scaler := said.get("loss_scaler"), Placeholder):
-        found.scaler = scaler.fields()
-    parameters = [name for row in rows for name in row]
-    keys = {key for name in parameters for key in files.get(name, {})} - {"fp32"}
-    for number, shapes_by_name in enumerate(rows):
-        own = _own_state(said, number)
-        for name, known in shapes_by_name.items():
-            there = files.get(name, {})
-            # What got no gradient has no state.
-            missing = {"fp32", *keys} - there.keys() if len(there) != 1 else {"fp32"} - there.keys()
-            if missing:
-                raise FormatError(
-                    "a file of a parameter is missing",
-                    where=folder.where(f"{top}{name}/{min(missing)}.pt"),
-                    hint="it was not copied along; copy the folder again",
-                )
-            values = {key: _value(folder, file, known, parts) for key, file in there.items()}
-            weight = values.pop("fp32")
-            if not isinstance(weight, StateTensor):
-                raise FormatError("no parameter is in the file", where=folder.where(there["fp32"]))
-            if not weight.shape and () not in known:
-                raise _other_shape(weight.shape, known, folder.where(there["fp32"]))
-            found.weights[name] = weight
-            if values:
-                found.states[name] = own | values
-    if "step" in keys:
-        steps = [states["step"] for states in found.states.values()]
-        same_on_all("step", steps, folder.where(top))
-    groups = said.get("param_groups")
-    groups = groups if isinstance(groups, list) else []
-    for group in (each for each in groups if isinstance(each, dict)):
-        numbers = document.integers(group.get("params"), f"{folder.where(top)}: params")
-        params = [name for n in numbers if n < len(rows) for name in rows[n]]
-        found.groups.append({**group, "params": params})
-    return found
-
-
-def _own_state(said: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """What is no part of a parameter, such as the step: after stage 3 it is in one file for all."""
-    states = as_dict(as_dict(said.get("optimizer_state_dict")).get("state"))
-    return {
-        key: value
-        for key, value in as_dict(states.get(row)).items()
-        if not isinstance(value, StateTensor) or not value.shape
-    }
-
-
-def _value(folder: Folder, file: str, known: set[tuple[int, ...]], parts: Sequence[Any]) -> Any:
-    """What one file has: a tensor of the shape of the parameter, or a number."""
-    said = read_file(folder, file).tree
-    where = folder.where(file)
-    if isinstance(said, dict):
-        value = said.get("param")
-        if not isinstance(value, StateTensor):
-            raise FormatError("no parameter is in the file", where=where)
-        # Ranks of tensor parallelism had parts of it, or the padding of a vocabulary was cut.
-        if value.shape not in known and len(parts) == 1 and not said.get("vocab_tensor"):
-            raise _other_shape(value.shape, known, where)
-        return value
-    if not isinstance(said, StateTensor) or not said.shape:
-        return said
-    # After stage 3 it is one row.
-    (shape,) = known if len(known) == 1 else (said.shape,)
-    if said.shape != shape and (said.shape != (math.prod(shape),) or said.extents[0].strides):
-        raise _other_shape(said.shape, known, where)
-    row = replace(said.extents[0], box=Box((0,), (math.prod(shape),)))
-    return replace(said, shape=shape, extents=(row,), is_flat=True)
-
-
-def _other_shape(found: object, known: object, where: str) -> FormatError:
-    return FormatError(
-        f"it has the shape {found}, by param_shapes {known}", where=where, hint=MIXED
-    )
 
 
 def _shapes(
@@ -258,7 +157,7 @@ def _read_stages(
         if part.optimizers and not whole:
             zero = read_zero(folder, shapes, part, experts)
             zeros.append(zero)
-            check_step(folder, zero.states, part.tree.get("global_steps"), part.where)
+            _check_step(folder, zero.states, part.tree.get("global_steps"), part.where)
         told = zero.weights
         if whole:
             told = {name: told[name] for row in shapes for name in row if name in told}
@@ -286,7 +185,7 @@ def _read_stages(
         copied = {
             n: w for n, w in told.items() if module[n] is not w and module[n].shape == w.shape
         }
-        check_copies(folder, copied, module)
+        _check_copies(folder, copied, module)
     model.stages = {n: stage for n, stage in model.stages.items() if n not in several}
     model.buffers = {each for name in model.buffers for each in experts.alike(name)}
     _add_the_rest(model, module, weights | frozen_of(first), experts, first)
@@ -452,3 +351,68 @@ def _strategy_of(
         by_kind = {"pp": pp, kind: data, "ep": data if own is None else own, "tp": tp}
         found.append(replace(array, placements=tuple(by_kind[axis.kind] for axis in axes)))
     return Strategy(Mesh(axes)), found
+
+
+def _check_copies(
+    folder: Folder, masters: Mapping[str, StateTensor], copies: Mapping[str, StateTensor]
+) -> None:
+    """Refuse master weights that are not, rounded, the copies that the model has of them. In each
+    run of elements that a file has of a weight, the first and the last ones are compared, and some
+    between.
+    """
+    runs: list[tuple[Stretches, Stretches, int, int]] = []
+    for name, master in masters.items():
+        mine, copy = _row(master), _row(copies[name])
+        if mine is None or copy is None or not copy.dtype.name.startswith(("float", "bfloat")):
+            continue
+        runs += [(mine, copy, begin, end - begin) for begin, end in pairwise(mine.starts)]
+    of_masters = samples(folder, [(mine, begin, size) for mine, _, begin, size in runs])
+    of_copies = samples(folder, [(copy, begin, size) for _, copy, begin, size in runs])
+    compared: dict[tuple[str, str], bool] = {}
+    with np.errstate(over="ignore", invalid="ignore"):
+        for run, exact, rounded in zip(runs, of_masters, of_copies, strict=True):
+            mine, copy, begin, size = run
+            expected = exact.astype(rounded.dtype)
+            is_alike = (expected == rounded) | (np.isnan(expected) & np.isnan(rounded))
+            extent = next(extent for extent, *_ in mine.between(begin, begin + size))
+            files = (extent.file, copy.stretches[0].file)
+            compared[files] = compared.get(files, True) and bool(is_alike.all())
+    wrong = [files for files, is_alike in compared.items() if not is_alike]
+    if wrong:
+        file, model = wrong[0]
+        raise FormatError(
+            f"its weights, rounded, are not the copies in {model.rpartition('/')[2]}",
+            where=folder.where(file),
+            value=[file.rpartition("/")[2] for file, _ in wrong][:_NAMED],
+            hint="the files are of different saves, or have each other's names: copy the folder "
+            f"again. Named by itself, {model.rpartition('/')[2]} is read with the copies that it "
+            "has",
+        )
+
+
+def _check_step(
+    folder: Folder, states: Mapping[str, Mapping[str, Any]], steps: Any, where: str
+) -> None:
+    """Refuse a model's file, which says how many steps there were, that is older than those of the
+    optimizer.
+    """
+    step: Any = next((state.get("step") for state in states.values()), None)
+    if isinstance(step, StateTensor) and step.extents and step.dtype.name in ("float32", "int64"):
+        extent = step.extents[0]
+        data = folder.read(extent.file, extent.offset, step.dtype.itemsize)
+        step = np.frombuffer(data, step.dtype.name)[0].item()
+    if type(steps) is int and type(step) in (int, float) and step > steps:
+        raise FormatError(
+            f"the model is of step {steps}, the optimizer has made {step:g}",
+            where=where,
+            hint="the files are of different saves; copy the folder of one of them again",
+        )
+
+
+def _row(tensor: StateTensor) -> Stretches | None:
+    """A tensor as one row of its elements; None where it does not lie so."""
+    parts = sorted(tensor.extents, key=lambda extent: extent.box.offset)
+    is_row = tensor.is_flat or [part.box for part in parts] == [Box.whole(tensor.shape)]
+    if not is_row or any(part.strides for part in parts):
+        return None
+    return Stretches.of(tensor.dtype, parts)

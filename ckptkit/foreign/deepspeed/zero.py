@@ -28,11 +28,14 @@ from ckptkit.foreign.deepspeed.files import (
     read_piece,
     states_of_row,
 )
+from ckptkit.foreign.extents import Stretches, samples
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.globals import Placeholder
-from ckptkit.foreign.samples import check_paddings
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, document
+
+# So many of the paddings of a rank are looked at.
+_PADDINGS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def read_zero(
         for key in keys
     }
     if stage == 3:
-        check_paddings(folder, paddings, [*cut.values()], places)
+        _check_paddings(folder, paddings, [*cut.values()], places)
     weights = [piece.weights for piece in pieces]
     for name, parameter in parameters.items():
         found.weights[name] = _tensor(name, parameter, weights, places)
@@ -459,3 +462,38 @@ def _text_of(groups: Sequence[Mapping[str, Any]]) -> str:
     return repr(
         [{k: v for k, v in each.items() if not isinstance(v, StateTensor)} for each in groups]
     )
+
+
+def _check_paddings(
+    folder: Folder,
+    paddings: Sequence[Sequence[tuple[int, int, int]]],
+    states: Sequence[Sequence[Sequence[Any]]],
+    files: Sequence[str],
+) -> None:
+    """Refuse files of ranks that have each other's names, as far as padding shows it: no gradient
+    reaches that, so a state is zero there. `paddings` are told by rank as (row, start, count),
+    states by rank and row.
+    """
+
+    def is_zero(rank: int, file: int) -> bool:
+        rows = [
+            (Stretches.of(tensor.dtype, tensor.extents), start, count)
+            for row, start, count in paddings[rank][:_PADDINGS]
+            for state in states
+            if isinstance(tensor := state[file][row], StateTensor)
+        ]
+        return not any(sample.any() for sample in samples(folder, rows))
+
+    for rank, file in enumerate(files):
+        if is_zero(rank, rank):
+            continue
+        # With an optimizer that has something there, all files do.
+        others = (n for n in range(len(files)) if n != rank and is_zero(rank, n))
+        if (other := next(others, None)) is not None:
+            raise FormatError(
+                f"where rank {rank} has only padding there is a state, which is zero in that of "
+                f"rank {other}",
+                where=file,
+                value=[each.rpartition("/")[2] for each in (file, files[other])],
+                hint="the files have each other's names: copy the folder again",
+            )

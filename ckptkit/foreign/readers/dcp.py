@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.errors import CkptkitError, FormatError
-from ckptkit.foreign.decoded import Place
 from ckptkit.foreign.extents import Extent, ForeignStep
-from ckptkit.foreign.folder import DCP_METADATA, Folder
+from ckptkit.foreign.folder import DCP_METADATA, Folder, Place
 from ckptkit.foreign.pickles import read_pickle
 from ckptkit.foreign.pickles.globals import Placeholder
 from ckptkit.foreign.spread import by_boxes

@@ -19,9 +19,8 @@ from itertools import product
 
 import numpy as np
 
-from ckptkit.foreign.extents import Extent
+from ckptkit.foreign.extents import Extent, Stretches, samples
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.samples import Stretches, samples
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box
 from ckptkit.model.box import flat_boxes

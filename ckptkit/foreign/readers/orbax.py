@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.decoded import Place
 from ckptkit.foreign.extents import ForeignStep
-from ckptkit.foreign.folder import Folder, parsed
+from ckptkit.foreign.folder import Folder, Place, parsed
 from ckptkit.foreign.readers.tensorstore import MANIFEST, Arrays, read_database
 from ckptkit.foreign.spread import MeshPart, strategy_of
 from ckptkit.foreign.states import States, StateTensor, counted

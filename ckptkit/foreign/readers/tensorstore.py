@@ -17,9 +17,9 @@ import google_crc32c
 import numpy as np
 
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, UnsupportedTypeError
-from ckptkit.foreign.decoded import DECODED, Encoded, Place, decoded, inflated, read_places
-from ckptkit.foreign.extents import Extent, c_order
-from ckptkit.foreign.folder import MOST_BYTES, Folder, parsed
+from ckptkit.foreign.contents import decoded, inflated
+from ckptkit.foreign.extents import DECODED, Encoded, Extent, c_order
+from ckptkit.foreign.folder import MOST_BYTES, Folder, Place, parsed, read_places
 from ckptkit.model import Box, DType, document
 
 MANIFEST = "manifest.ocdbt"

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
-from ckptkit.foreign.extents import ForeignArray
-from ckptkit.foreign.samples import sampled
+from ckptkit.foreign.extents import ForeignArray, sampled
 from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import BitForBit, ForeignContract, Sample, same

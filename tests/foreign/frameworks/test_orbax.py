@@ -16,8 +16,7 @@ import tensorstore
 
 import ckptkit
 from ckptkit.errors import CkptkitError, FormatError
-from ckptkit.foreign.decoded import read_places
-from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.folder import Folder, read_places
 from ckptkit.foreign.readers.tensorstore import read_database
 from ckptkit.storage import Location, MemoryStore
 from tests.foreign.contract import BitForBit, ForeignContract, Sample, read_all, same

@@ -9,8 +9,8 @@ import pytest
 import ckptkit
 from ckptkit.checkpoint.workers import share_out
 from ckptkit.errors import CkptkitError, FormatError, UsageError
-from ckptkit.foreign import decoded
-from ckptkit.foreign.decoded import inflated
+from ckptkit.foreign import contents
+from ckptkit.foreign.contents import inflated
 from tests.checkpoint.reshard.test_memory import measured
 from tests.foreign.contract import read_all, same
 from tests.foreign.frameworks.test_orbax import numbers, written
@@ -19,13 +19,13 @@ from tests.foreign.frameworks.test_orbax import numbers, written
 def test_few_chunks_are_kept_and_each_is_read_once_by_those_who_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoded, "_KEPT_BYTES", 100)
+    monkeypatch.setattr(contents, "_KEPT_BYTES", 100)
     array = numbers(40, 40)
     place = written(tmp_path, {"params.w": array})
     with ckptkit.open(place) as checkpoint:
         assert same(checkpoint["model/w"][...], array)
         opened = next(iter(checkpoint.packs._open.values()))
-        assert isinstance(opened, decoded.DecodedSource)
+        assert isinstance(opened, contents.DecodedSource)
         assert opened._kept_bytes <= 100
 
         def read_some(number: int) -> None:
