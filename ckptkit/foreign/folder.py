@@ -189,7 +189,12 @@ def parsed(data: bytes, where: str) -> Any:
     try:
         return json.loads(data, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise FormatError("not valid JSON", where=where, value=str(error)) from error
+        raise FormatError(
+            "not valid JSON",
+            where=where,
+            value=str(error),
+            hint="it was cut short or changed; copy it again",
+        ) from error
 
 
 def read_yaml(data: bytes, where: str) -> Any:

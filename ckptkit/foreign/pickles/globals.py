@@ -86,11 +86,7 @@ CALLS_BELOW = "megatron."
 """Classes of this package are calls that are told, too: which ones a training script has among its
 arguments differs by version.
 """
-ALIASES = {
-    "__builtin__": "builtins",
-    "copy_reg": "copyreg",
-    "pathlib._local": "pathlib",
-}
+ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
 # A class inside of a class: what torch.save asks `getattr` for, and the only thing that it may.
 _INNER = (f"{_SHARDED}.sharded_tensor.api.ShardedTensor", "ProcessGroupState")
 

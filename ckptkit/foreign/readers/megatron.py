@@ -8,7 +8,6 @@ parameter is.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep, c_order
-from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.folder import Folder, parsed
 from ckptkit.foreign.pickles.globals import Global, Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
 from ckptkit.foreign.readers.megatron_buckets import BUCKETS, differing, placed_in
@@ -146,10 +145,7 @@ def _check(folder: Folder) -> None:
             where=where,
             hint="use the checkpoint before it, or copy the folder again",
         )
-    try:
-        said = json.loads(folder.read(CONFIG))
-    except (ValueError, RecursionError) as error:
-        raise FormatError("not valid JSON", where=where, hint="copy the file again") from error
+    said = parsed(folder.read(CONFIG), where)
     backend = said.get("sharded_backend") if isinstance(said, dict) else None
     if backend != "torch_dist" or said.get("sharded_backend_version") != 1:
         raise FormatError(

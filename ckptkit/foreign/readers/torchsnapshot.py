@@ -20,21 +20,13 @@ from urllib.parse import unquote
 
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
-from ckptkit.foreign.folder import Folder, parsed, read_yaml
+from ckptkit.foreign.folder import Folder, Place, parsed, read_places, read_yaml
 from ckptkit.foreign.readers.safetensors import whole_of
 from ckptkit.foreign.spread import MeshPart, by_ranks, strategy_of
 from ckptkit.foreign.states import StateTensor, counted, reason, states_of
 from ckptkit.foreign.torch_file import dtype_of, is_whole, read_file
 from ckptkit.format.names import join
-from ckptkit.model import (
-    Box,
-    DType,
-    Placement,
-    Replicate,
-    Shard,
-    Strategy,
-    document,
-)
+from ckptkit.model import Box, DType, Placement, Replicate, Shard, Strategy, document
 
 _METADATA = ".snapshot_metadata"
 _PATH = re.compile(r"(\d{1,8})/([^/]+(?:/[^/]+)*)")
@@ -187,21 +179,18 @@ class _Snapshot:
         """Paths of tensors of one element that several ranks have, the same: of an optimizer each
         rank counts the steps. Larger ones would be more to read than metadata is.
         """
-        ranges: dict[str, list[tuple[int, int, str]]] = {}
+        paths: list[str] = []
+        places: list[Place] = []
         for path, of_ranks in self.entries.items():
             if len(of_ranks) == 1 or not all(map(_is_number, of_ranks.values())):
                 continue
             for entry in of_ranks.values():
                 (extent,) = (tensor := self._whole(path, entry)).extents
-                found = (extent.offset, tensor.dtype.itemsize, path)
-                ranges.setdefault(extent.file, []).append(found)
+                paths.append(path)
+                places.append(Place(extent.file, extent.offset, tensor.dtype.itemsize))
         contents: dict[str, set[bytes]] = {}
-        for key, there in ranges.items():
-            there.sort()
-            for (*_, path), data in zip(
-                there, self.folder.read_many(key, [each[:2] for each in there]), strict=True
-            ):
-                contents.setdefault(path, set()).add(data)
+        for path, data in zip(paths, read_places(self.folder, places), strict=True):
+            contents.setdefault(path, set()).add(data)
         return {path for path, each in contents.items() if len(each) == 1}
 
     def where(self, path: str) -> str:
