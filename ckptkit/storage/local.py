@@ -14,6 +14,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 from ckptkit.errors import NotFoundError, UsageError
 from ckptkit.storage.base.address import (
@@ -30,15 +31,11 @@ from ckptkit.storage.base.buffers import AlignedBuffer, address_of, copy_bytes, 
 from ckptkit.storage.base.disk import (
     BLOCK,
     DirectFile,
+    LocalSource,
     entered,
     free_bytes,
     refusals,
-    remove_empty,
-    sync_above,
-    sync_file,
     sync_folder,
-    sync_nearest,
-    where_folders_vanish,
 )
 from ckptkit.storage.base.store import (
     Abilities,
@@ -49,8 +46,10 @@ from ckptkit.storage.base.store import (
     as_bytes,
     checked_size,
 )
-from ckptkit.storage.source import LocalSource
 
+T = TypeVar("T")
+
+_TRIES = 16
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _BOUNCE = 4 << 20
@@ -129,7 +128,7 @@ class LocalStore:
         view = as_bytes(str(path), data)
         with refusals(str(path)):
             # A deletion that empties the folder removes it, with our temporary name in it.
-            where_folders_vanish(partial(self._put, path, view, exclusive=exclusive))
+            _where_folders_vanish(partial(self._put, path, view, exclusive=exclusive))
             sync_folder(path.parent)
 
     def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:
@@ -145,7 +144,7 @@ class LocalStore:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
-                sync_above(path.parent, self._root, made)
+                _sync_above(path.parent, self._root, made)
                 if exclusive:
                     _publish_once(temporary, path.name, folder)
                 else:
@@ -159,13 +158,13 @@ class LocalStore:
         folders: dict[Path, None] = {}
         for key in keys:
             path = self._path(key)
-            with _asked_for(path):
-                sync_file(path)
+            with _asked_for(path), path.open("rb") as file:
+                os.fsync(file.fileno())
             folders[path.parent] = None
         for folder in folders:
             with refusals(str(folder)):
                 sync_folder(folder)
-                sync_above(folder, self._root, [])
+                _sync_above(folder, self._root, [])
 
     def learn(self, prefix: str = "") -> None:
         """Nothing: a file system's abilities are known."""
@@ -182,10 +181,7 @@ class LocalStore:
         return self._files(prefix, is_leftover, deep=deep)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete files in this order, also across a crash, then the folders left empty.
-
-        A link goes as a name.
-        """
+        """Delete files or links in this order, also across a crash, then folders left empty."""
         paths = (self._root / deletable_key(key) for key in keys)
         for folder, group in groupby(paths, key=attrgetter("parent")):
             with refusals(str(folder)):
@@ -201,8 +197,8 @@ class LocalStore:
                             os.unlink(name, dir_fd=descriptor)
                             found = True
                 if found:
-                    sync_nearest(folder)
-                remove_empty(folder, self._root)
+                    _sync_nearest(folder)
+                _remove_empty(folder, self._root)
 
     def _path(self, key: str) -> Path:
         return self._root / checked_key(key)
@@ -271,6 +267,79 @@ def _asked_for(path: Path) -> Iterator[None]:
             ) from error
 
 
+def _sync_nearest(folder: Path) -> None:
+    """Make the entries of a folder durable, or its absence where it is gone."""
+    try:
+        sync_folder(folder)
+    except FileNotFoundError:
+        _sync_nearest(folder.parent)
+
+
+def _sync_above(folder: Path, root: Path, made: list[Path]) -> None:
+    """Make the way to `folder` durable: the folders above it, up to the one that holds the root.
+
+    Not only those that we made something in: another writer that made a folder which we use may
+    die before it makes that durable.
+    """
+    chain = []
+    while folder not in (root, folder.parent):
+        folder = folder.parent
+        chain.append(folder)
+    changed = [path.parent for path in made]
+    for path in dict.fromkeys([*chain, *changed, root.parent]):
+        try:
+            sync_folder(path)
+        except PermissionError:
+            # A folder that may be passed but not read, and that we did not change.
+            if path in changed:
+                raise
+
+
+def _remove_empty(folder: Path, root: Path, *, bare: bool = False) -> None:
+    """Remove `folder` and what becomes empty above it, below the root.
+
+    Names the store made for its own use do not count: whoever still needs one starts over. With
+    `bare` only folders go that have nothing at all in them, not even what another still writes.
+    """
+    while root in folder.parents:
+        try:
+            with entered(root, folder.parent) as parent:
+                if not bare and not _cleared(folder.name, parent):
+                    return
+                os.rmdir(folder.name, dir_fd=parent)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            # The objects are gone, which is all that was promised.
+            return
+        folder = folder.parent
+
+
+def _cleared(name: str, parent: int) -> bool:
+    """Whether there were only the store's own names in a folder, which are deleted."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(name, flags, dir_fd=parent)
+    try:
+        names = os.listdir(descriptor)  # noqa: PTH208 — of what is open, not of a path
+        if not all(map(is_temporary, names)):
+            return False
+        for each in names:
+            os.unlink(each, dir_fd=descriptor)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _where_folders_vanish(make: Callable[[], T]) -> T:
+    """What `make` returns, which makes a file and the folders above it: asked again where one of
+    these is gone, because another writer that ends removes what it finds empty.
+    """
+    for _ in range(_TRIES - 1):
+        with suppress(FileNotFoundError):
+            return make()
+    return make()
+
+
 class LocalSink:
     """A new file of the store; visible under its name, incomplete until `finish`.
 
@@ -299,7 +368,7 @@ class LocalSink:
 
         try:
             with refusals(self._where):
-                self._file = where_folders_vanish(create)
+                self._file = _where_folders_vanish(create)
         except BaseException:
             self._remove_folders()
             raise
@@ -371,7 +440,7 @@ class LocalSink:
                     hint="two writers share a name, or something cleans up too early",
                 ) from None
             sync_folder(self._path.parent)
-            sync_above(self._path.parent, self._root, self._made)
+            _sync_above(self._path.parent, self._root, self._made)
             self._file.close()
         self._finished = True
 
@@ -403,7 +472,7 @@ class LocalSink:
 
     def _remove_folders(self) -> None:
         # Whoever made a folder could not remove it while this file was in it.
-        remove_empty(self._path.parent, self._root, bare=True)
+        _remove_empty(self._path.parent, self._root, bare=True)
         for folder in reversed(self._made):
             if self._root not in folder.parents:
                 with suppress(OSError):

@@ -13,7 +13,7 @@ import ckptkit
 from ckptkit.checkpoint.read import reader
 from ckptkit.errors import CorruptionError
 from ckptkit.model import Box
-from ckptkit.storage.source import LocalSource
+from ckptkit.storage.base.disk import LocalSource
 from tests.checkpoint.saving import Tensor, random_values, same, save
 from tests.checkpoint.test_side_by_side import parts_of
 from tests.storage.page_cache import forget

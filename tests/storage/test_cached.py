@@ -15,7 +15,7 @@ import pytest
 from ckptkit.errors import CorruptionError
 from ckptkit.storage import LocalStore
 from ckptkit.storage.base.buffers import PAGE, address_of, default_pool
-from ckptkit.storage.source import LocalSource
+from ckptkit.storage.base.disk import LocalSource
 from tests.storage.page_cache import forget
 
 MB = 1 << 20

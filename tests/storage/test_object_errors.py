@@ -29,7 +29,8 @@ from ckptkit.storage import Address, Location, Store, open_store
 from ckptkit.storage.base.address import Settings
 from ckptkit.storage.objects import errors
 from ckptkit.storage.objects.amazon import profile_endpoint
-from ckptkit.storage.objects.errors import Transient, obstore_translation, translation
+from ckptkit.storage.objects.errors import Transient, translation
+from ckptkit.storage.objects.obstore import obstore_translation
 from ckptkit.storage.objects.server import CREATORS, RACES
 from tests.servers.faults import Answer, Strip
 from tests.servers.http_wire import Head

@@ -14,8 +14,7 @@ import pytest
 from ckptkit.storage.base.buffers import default_pool
 from ckptkit.storage.base.store import piece_size
 from ckptkit.storage.objects import upload as window_module
-from ckptkit.storage.objects.fsspec import pieces_of
-from ckptkit.storage.objects.upload import Stopped, UploadWindow
+from ckptkit.storage.objects.upload import Stopped, UploadWindow, pieces_of
 
 PIECE = 1000
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import re
 import socket
 import ssl
 from collections.abc import Iterable, Iterator
@@ -301,60 +300,3 @@ def _other_trouble(error: BaseException) -> str:
     if isinstance(error, FileExistsError):
         return "taken"
     return "AccessDenied" if isinstance(error, PermissionError) else ""
-
-
-_DEBUG = "Debug source:"
-_OBSTORE_STATUS = re.compile(r"status code: ([0-9]{3})")
-# Names in these may look like signs.
-_URLS = re.compile(r"""https?://\S+|path: "[^"]*\"""")
-_GIVES_CREDENTIALS = re.compile(r"https?://(?:169\.254\.169\.254|metadata\.google\.internal)[:/]")
-# Without an answer only the text of obstore tells what happened.
-_SIGNS = (
-    ("Temporary failure in name resolution", "busy resolver"),
-    ("dns error", "unknown host"),
-    ("BadScheme", "unencrypted"),
-    ("InvalidContentType", "no https"),
-    ("certificate", "untrusted"),
-    # To another region, it does not say which.
-    ("redirect without LOCATION", "PermanentRedirect"),
-    ("non-partial response", "no ranges"),
-    ("Connection refused", "refused"),
-    ("TimedOut", "slow"),
-    ("Timeout", "slow"),
-    *((it, "broken") for it in ("HttpError", "reqwest::Error", "hyper", "body", "Io(")),
-    ("HTTP error", "broken"),
-)
-
-
-def obstore_answer(error: Exception) -> Answer:
-    """What the server said, as far as the text of an error of obstore tells."""
-    text = str(error)
-    body = text.partition(_DEBUG)[0]
-    status = _OBSTORE_STATUS.search(text)
-    code = re.search(r"<Code>([^<]*)</Code>", body)
-    message = re.search(r"<Message>([^<]*)</Message>", body)
-    return Answer(
-        int(status[1]) if status else 0, code[1] if code else "", message[1] if message else ""
-    )
-
-
-def obstore_translation(
-    error: Exception, where: str, secrets: Iterable[str]
-) -> CkptkitError | Transient:
-    """What to raise instead of an error of obstore."""
-    answer = obstore_answer(error)
-    if answer.status:
-        return error_of(answer, where, secrets)
-    if isinstance(error, FileNotFoundError):
-        return trouble("absent", where)
-    if _GIVES_CREDENTIALS.search(str(error)):
-        return trouble("no credentials", where)
-    text = _URLS.sub("", str(error))
-    for sign, kind in _SIGNS:
-        if sign in text:
-            return trouble(kind, where)
-    return StorageError(
-        f"the request failed ({text.partition(_DEBUG)[0][: 3 * _LONGEST // 2]})",
-        where=where,
-        hint="check the endpoint and the storage options",
-    )

@@ -27,6 +27,7 @@ from ckptkit.storage.objects.errors import (
     trouble,
 )
 from ckptkit.storage.objects.server import Known, Stat, retried
+from ckptkit.storage.objects.upload import pieces_of
 
 # Google takes chunks of whole multiples of this.
 _CHUNK = 256 << 10
@@ -392,24 +393,3 @@ def _modified(info: Mapping[str, Any]) -> float:
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
     # What has no time must never seem old enough to be cleaned up.
     return float(found) if isinstance(found, int | float) else time.time()
-
-
-def pieces_of(blocks: Iterator[memoryview], size: int) -> Iterator[bytes]:
-    """Copies of all bytes, in pieces of `size`, which outlive the blocks."""
-    held: list[memoryview] = []
-    missing = size
-    # Nothing may be held of what the next block is waited for.
-    while (block := next(blocks, None)) is not None:
-        while block is not None:
-            count = min(missing, block.nbytes)
-            held.append(block[:count])
-            block = block[count:] if count < block.nbytes else None
-            missing -= count
-            if not missing:
-                piece = b"".join(held)
-                held.clear()
-                missing = size
-                yield piece
-                del piece
-    if held:
-        yield b"".join(held)

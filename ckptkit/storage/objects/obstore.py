@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
@@ -16,17 +16,11 @@ from obstore.exceptions import AlreadyExistsError as ObstoreAlreadyExists
 from obstore.exceptions import BaseError, InvalidPathError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from ckptkit.errors import InvalidNameError, NotFoundError, StorageError, UsageError
+from ckptkit.errors import CkptkitError, InvalidNameError, NotFoundError, StorageError, UsageError
 from ckptkit.storage.base.address import Location, Settings
 from ckptkit.storage.base.store import Entries, Names, Stored, checked_size
 from ckptkit.storage.objects.amazon import BotocoreBucket, s3_credentials
-from ckptkit.storage.objects.errors import (
-    Transient,
-    below,
-    obstore_answer,
-    obstore_translation,
-    trouble,
-)
+from ckptkit.storage.objects.errors import Answer, Transient, below, error_of, trouble
 from ckptkit.storage.objects.server import FIRST_PAUSE, LONGEST_PAUSE, Known, Stat
 
 if TYPE_CHECKING:
@@ -40,6 +34,29 @@ if TYPE_CHECKING:
     )
 
 AnyStore: TypeAlias = S3Store | GCSStore | AzureStore
+
+_DEBUG = "Debug source:"
+_OBSTORE_STATUS = re.compile(r"status code: ([0-9]{3})")
+# Names in these may look like signs.
+_URLS = re.compile(r"""https?://\S+|path: "[^"]*\"""")
+_GIVES_CREDENTIALS = re.compile(r"https?://(?:169\.254\.169\.254|metadata\.google\.internal)[:/]")
+# Without an answer only the text of obstore tells what happened.
+_SIGNS = (
+    ("Temporary failure in name resolution", "busy resolver"),
+    ("dns error", "unknown host"),
+    ("BadScheme", "unencrypted"),
+    ("InvalidContentType", "no https"),
+    ("certificate", "untrusted"),
+    # To another region, it does not say which.
+    ("redirect without LOCATION", "PermanentRedirect"),
+    ("non-partial response", "no ranges"),
+    ("Connection refused", "refused"),
+    ("TimedOut", "slow"),
+    ("Timeout", "slow"),
+    *((it, "broken") for it in ("HttpError", "reqwest::Error", "hyper", "body", "Io(")),
+    ("HTTP error", "broken"),
+)
+_LONGEST = 300
 
 # The first one that tells an answer that stalls from one that is long.
 _OLDEST = (0, 11)
@@ -187,6 +204,40 @@ class ObstoreClient:
             raise InvalidNameError("no key of this server", where=ascii(where)) from None
         except (BaseError, FileNotFoundError) as error:
             raise obstore_translation(error, where, self._settings.secrets) from None
+
+
+def obstore_answer(error: Exception) -> Answer:
+    """What the server said, as far as the text of an error of obstore tells."""
+    text = str(error)
+    body = text.partition(_DEBUG)[0]
+    status = _OBSTORE_STATUS.search(text)
+    code = re.search(r"<Code>([^<]*)</Code>", body)
+    message = re.search(r"<Message>([^<]*)</Message>", body)
+    return Answer(
+        int(status[1]) if status else 0, code[1] if code else "", message[1] if message else ""
+    )
+
+
+def obstore_translation(
+    error: Exception, where: str, secrets: Iterable[str]
+) -> CkptkitError | Transient:
+    """What to raise instead of an error of obstore."""
+    answer = obstore_answer(error)
+    if answer.status:
+        return error_of(answer, where, secrets)
+    if isinstance(error, FileNotFoundError):
+        return trouble("absent", where)
+    if _GIVES_CREDENTIALS.search(str(error)):
+        return trouble("no credentials", where)
+    text = _URLS.sub("", str(error))
+    for sign, kind in _SIGNS:
+        if sign in text:
+            return trouble(kind, where)
+    return StorageError(
+        f"the request failed ({text.partition(_DEBUG)[0][:_LONGEST]})",
+        where=where,
+        hint="check the endpoint and the storage options",
+    )
 
 
 def _built(

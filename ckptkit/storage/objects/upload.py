@@ -434,3 +434,24 @@ class UploadWindow:
         self._changed.wait_for(lambda: self._stopped or ready())
         if self._stopped:
             raise Stopped
+
+
+def pieces_of(blocks: Iterator[memoryview], size: int) -> Iterator[bytes]:
+    """Copies of all bytes, in pieces of `size`, which outlive the blocks."""
+    held: list[memoryview] = []
+    missing = size
+    # Nothing may be held of what the next block is waited for.
+    while (block := next(blocks, None)) is not None:
+        while block is not None:
+            count = min(missing, block.nbytes)
+            held.append(block[:count])
+            block = block[count:] if count < block.nbytes else None
+            missing -= count
+            if not missing:
+                piece = b"".join(held)
+                held.clear()
+                missing = size
+                yield piece
+                del piece
+    if held:
+        yield b"".join(held)
