@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.write.writer import Writer
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
     from ckptkit.model import Strategy
+    from ckptkit.model.display import fold_names, natural_order
     from ckptkit.model.document import size_text, time_text
-    from ckptkit.model.folds import fold_names, natural_order
     from ckptkit.page import view
     from ckptkit.storage import open_store
 
@@ -54,7 +54,7 @@ _MODULES = {
     "checkpoint.run.run": ("Run",),
     "checkpoint.workers": ("ProgressBar",),
     "checkpoint.write.writer": ("Writer",),
-    "model.folds": ("fold_names", "natural_order"),
+    "model.display": ("fold_names", "natural_order"),
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
     "model.document": ("size_text", "time_text"),

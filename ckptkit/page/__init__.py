@@ -34,8 +34,8 @@ from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayKind
 from ckptkit.model import Box, Grid, Placement, Strategy, placement_to_doc
+from ckptkit.model.display import fold_names
 from ckptkit.model.document import in_short, parse_size
-from ckptkit.model.folds import fold_names
 from ckptkit.plan.read import writers
 from ckptkit.storage import MemoryStore, Options
 from ckptkit.version import __version__

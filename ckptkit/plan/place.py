@@ -22,8 +22,8 @@ from ckptkit.model import (
     Strided,
     layout_of,
 )
+from ckptkit.model.display import fold_names
 from ckptkit.model.document import counted
-from ckptkit.model.folds import fold_names
 from ckptkit.model.rules import Pipeline, Rules, fits
 from ckptkit.plan.chunks import owners_of
 from ckptkit.plan.cuts import AS_IN_SOURCE, Cutter, Said, Subject, Tensor, subjects_of

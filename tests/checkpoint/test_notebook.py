@@ -16,7 +16,7 @@ from ckptkit import ProgressBar, Strategy, Writer
 from ckptkit.checkpoint import workers
 from ckptkit.format.names import join
 from ckptkit.model import layout_of, parse_placement
-from ckptkit.model.pictures import cut_picture, mesh_picture
+from ckptkit.model.display import cut_picture, mesh_picture
 from tests.checkpoint.saving import Tensor, random_values, save
 
 EVIL = "<script>alert(1)</script>"

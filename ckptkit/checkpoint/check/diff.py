@@ -32,9 +32,8 @@ from ckptkit.errors import UsageError
 from ckptkit.format.names import check_used, inner_name, matches, pattern_list
 from ckptkit.format.objects import whole
 from ckptkit.model import DType
+from ckptkit.model.display import card, fold_names, natural_order, table
 from ckptkit.model.document import counted, parse_size, size_text
-from ckptkit.model.folds import fold_names, natural_order
-from ckptkit.model.pictures import card, table
 from ckptkit.storage import Options
 
 # What the numbers of a block are converted to, a few times over.

@@ -24,7 +24,7 @@ from ckptkit.foreign.readers.safetensors import DTYPES, INDEX, METADATA, MOST_HE
 from ckptkit.format.names import MODEL
 from ckptkit.format.pack import end_records
 from ckptkit.model import DType
-from ckptkit.model.folds import natural_order
+from ckptkit.model.display import natural_order
 
 _SPELLED = {dtype: spelled for spelled, dtype in DTYPES.items()}
 _HEADER_ALIGNED = 8

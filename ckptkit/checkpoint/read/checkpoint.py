@@ -32,10 +32,8 @@ from ckptkit.foreign.readers import find_foreign
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
-from ckptkit.model import Box, DType, Grid, Layout, Part, Strategy, layout_of
+from ckptkit.model import Box, DType, Grid, Layout, Part, Strategy, display, layout_of
 from ckptkit.model.document import counted, size_text, time_text
-from ckptkit.model.folds import fold_names, natural_order
-from ckptkit.model.pictures import Inline, card, cut_picture, mesh_picture, table
 from ckptkit.storage import Address, Location, Options, Store
 from ckptkit.storage.base.store import Closing
 
@@ -228,7 +226,7 @@ class Checkpoint(Closing):
         # What differs only in its cuts is told together.
         alike = {id(k): (k.shape, k.dtype.name, k.role) for k in kinds}
         rows = []
-        for name, places in fold_names(names, [alike[id(kind)] for kind in kinds]):
+        for name, places in display.fold_names(names, [alike[id(kind)] for kind in kinds]):
             kind, count = kinds[places[0]], f"{len(places)} x" if len(places) > 1 else ""
             nbytes = math.prod(kind.shape) * kind.dtype.itemsize * len(places)
             cells = (name, count, kind.dtype.name, str(kind.shape), kind.role, size_text(nbytes))
@@ -246,20 +244,20 @@ class Checkpoint(Closing):
             "objects": ", ".join(item.name for item in self.manifest.objects[:_SHOWN]) or "none",
         }
         head = ("name", "", "dtype", "shape", "role", "size")
-        return card(
+        return display.card(
             f"step {self.step}",
             facts,
-            mesh_picture(self.strategy),
-            table(head, [cells for _, cells in rows[:_SHOWN]]),
+            display.mesh_picture(self.strategy),
+            display.table(head, [cells for _, cells in rows[:_SHOWN]]),
         )
 
-    def show(self, **options: Any) -> Inline:
+    def show(self, **options: Any) -> display.Inline:
         """The page of `ckptkit.view`, which takes these options, as the result of a cell."""
         # By its name: pages stand on steps, and nothing that a step does needs one.
-        return Inline(import_module("ckptkit.page").view(self.place, **options))
+        return display.Inline(import_module("ckptkit.page").view(self.place, **options))
 
     def _ipython_key_completions_(self) -> list[str]:
-        return natural_order(self._places)
+        return display.natural_order(self._places)
 
     def __getitem__(self, name: str) -> Array:
         return Array(self, name, self.info(name))
@@ -424,7 +422,7 @@ class Array:
             "cut": "; ".join(f"{axis.name} {cut}" for axis, cut in axes) or "whole",
             "chunks": self.grid.chunk_count,
         }
-        return card(self.name, facts, cut_picture(layout))
+        return display.card(self.name, facts, display.cut_picture(layout))
 
     @property
     def layout(self) -> Layout:

@@ -46,8 +46,8 @@ from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import StepExistsError, UsageError
 from ckptkit.format.manifest import pack_name
 from ckptkit.model import Box, Strategy
+from ckptkit.model.display import bytes_picture, card, mesh_picture
 from ckptkit.model.document import counted, parse_size, size_text
-from ckptkit.model.pictures import bytes_picture, card, mesh_picture
 from ckptkit.storage import Options, default_pool
 
 # What a chunk adds to a manifest, and about what an array does.

@@ -29,8 +29,8 @@ from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers import numbered
 from ckptkit.format.manifest import Manifest
+from ckptkit.model.display import Inline, card, table
 from ckptkit.model.document import counted, size_text, time_text
-from ckptkit.model.pictures import Inline, card, table
 from ckptkit.storage import Options, Store, Stored
 
 if TYPE_CHECKING:

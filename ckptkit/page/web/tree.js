@@ -1,4 +1,4 @@
-// All arrays as a tree; alike ones are one row, as `model.folds` has folded them.
+// All arrays as a tree; alike ones are one row, as `model.display` has folded them.
 
 const tree = { words: "", order: "name", all: false, closed: new Set() };
 const ROWS = 400;
