@@ -1,4 +1,4 @@
-"""The version of this package; the format has its own (`ckptkit.format.envelope.VERSION`)."""
+"""The version of this package; the format has its own (`ckptkit.format.encoding.VERSION`)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.foreign.readers import format_of
-from ckptkit.format.envelope import (
+from ckptkit.format.encoding import (
     CRC_BYTES,
     CRC_MARK,
     MAX_DOCUMENT_BYTES,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ckptkit.errors import CkptkitError, GivenUpError, PeerError, UsageError
-from ckptkit.format.leaves import dumps, unpack
+from ckptkit.format.encoding import dumps, unpack
 from ckptkit.model import Strategy
 
 DEFAULT_TIMEOUT = 600.0
@@ -25,7 +25,7 @@ class Ranks(ABC):
     A rank that does not come within the time-out is a PeerError on the others, never a hang. Once
     a rank has left, every call on every rank raises: they meet until the first failure.
 
-    What is said are the plain values that a checkpoint may hold (`ckptkit.format.leaves`), so no
+    What is said are the plain values that a checkpoint may hold (`ckptkit.format.encoding`), so no
     rank can make another one run code.
     """
 

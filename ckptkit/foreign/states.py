@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from ckptkit.errors import CkptkitError, FormatError, InvalidNameError, UnsupportedTypeError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
 from ckptkit.foreign.folder import Folder
-from ckptkit.format.leaves import encode
+from ckptkit.format.encoding import encode
 from ckptkit.format.names import BY_ORDER, join
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.model import DType, Placement

@@ -22,8 +22,7 @@ from ckptkit.format.arrays import (
     arrays_to_docs,
     check_names,
 )
-from ckptkit.format.envelope import MAX_ROWS, U32, U64
-from ckptkit.format.leaves import unpack, unpack_items
+from ckptkit.format.encoding import MAX_ROWS, U32, U64, unpack, unpack_items
 from ckptkit.format.pack import Entries
 from ckptkit.model.document import Fields
 from ckptkit.model.grid import I64

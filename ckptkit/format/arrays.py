@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 
 from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
-from ckptkit.format.leaves import unpack, unpack_items
+from ckptkit.format.encoding import unpack, unpack_items
 from ckptkit.format.names import are_plain, name_from_file
 from ckptkit.model import DType, Grid, Placement, document, placement_from_doc, placement_to_doc
 from ckptkit.model.document import Fields

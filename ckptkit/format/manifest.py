@@ -15,18 +15,21 @@ import numpy as np
 from ckptkit.errors import CorruptionError, FormatError
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.arrays import DOCUMENT, TABLE_FIELDS, Alias, ArrayInfo, chunk_key
-from ckptkit.format.envelope import (
+from ckptkit.format.encoding import (
     U32,
     U64,
     check_head,
+    check_leaf,
     check_placed,
     columns_from_doc,
     columns_to_doc,
+    encode,
     packed_fields,
     seal,
+    unpack,
+    unpack_items,
     unseal,
 )
-from ckptkit.format.leaves import check_leaf, encode, unpack, unpack_items
 from ckptkit.format.names import are_plain, name_from_file
 from ckptkit.format.objects import (
     ObjectInfo,
@@ -283,7 +286,17 @@ class Manifest:
     objects: tuple[ObjectInfo, ...]
 
     def __post_init__(self) -> None:
-        _check_packs(self.packs, self.save.world_size)
+        world_size = self.save.world_size
+        ranks = [p for p in self.packs if p.record is not None]
+        rest = [p.name for p in self.packs[len(ranks) :]]
+        for rank, pack in enumerate(self.packs[: len(ranks)]):
+            if pack.name != pack_name(rank) or pack.record is None:
+                raise FormatError(f"not {pack_name(rank)}", where=f"packs.{rank}", value=pack.name)
+        _check_count(len(self.packs), world_size)
+        if len(ranks) != world_size or rest not in ([], [GROUPS_PACK]):
+            raise FormatError(
+                f"{len(self.packs)} packs do not fit {world_size} ranks", where="packs", value=rest
+            )
         if len(self.pack) != int(self.starts[-1]):
             raise FormatError(
                 f"{len(self.pack)} chunks are listed, the grids have {int(self.starts[-1])}",
@@ -389,19 +402,6 @@ def _pack(doc: Any, where: str) -> PackInfo:
     if offset + length > size:
         raise FormatError("a record outside of its pack", where=where, value=(offset, length))
     return PackInfo(name, size, (offset, length))
-
-
-def _check_packs(packs: tuple[PackInfo, ...], world_size: int) -> None:
-    ranks = [p for p in packs if p.record is not None]
-    rest = [p.name for p in packs[len(ranks) :]]
-    for rank, pack in enumerate(packs[: len(ranks)]):
-        if pack.name != pack_name(rank) or pack.record is None:
-            raise FormatError(f"not {pack_name(rank)}", where=f"packs.{rank}", value=pack.name)
-    _check_count(len(packs), world_size)
-    if len(ranks) != world_size or rest not in ([], [GROUPS_PACK]):
-        raise FormatError(
-            f"{len(packs)} packs do not fit {world_size} ranks", where="packs", value=rest
-        )
 
 
 def _check_count(packs: int, world_size: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
-from ckptkit.format.leaves import check_leaf, encode
+from ckptkit.format.encoding import check_leaf, encode
 from ckptkit.model.document import Fields
 
 SEMANTICS = ("replicated", "per_rank", "sum", "split")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.errors import CkptkitError
-from ckptkit.format.leaves import dumps
+from ckptkit.format.encoding import dumps
 from ckptkit.live.state.entries import StateMismatchError
 from ckptkit.live.state.parts import LiveTensor, indices
 from ckptkit.live.state.ranks import GroupRanks, World, listed, wire

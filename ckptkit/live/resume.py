@@ -16,7 +16,7 @@ import torch
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.stream import Band, Limits, stored_arrays, stream
 from ckptkit.errors import FormatError
-from ckptkit.format.leaves import dumps
+from ckptkit.format.encoding import dumps
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, in_group, join, split
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.live.snapshot import Snapshot

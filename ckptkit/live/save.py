@@ -26,7 +26,7 @@ from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, uncollected
 from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.checkpoint.write.writer import HeldKind, Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
-from ckptkit.format.leaves import canonical
+from ckptkit.format.encoding import canonical
 from ckptkit.format.names import inner_name, join, matches
 from ckptkit.live.snapshot import Outline, Snapshot, rules_of, take_snapshot
 from ckptkit.live.state.parts import HandCuts, LiveTensor

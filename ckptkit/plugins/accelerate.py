@@ -15,7 +15,7 @@ from torch import nn
 
 from ckptkit.checkpoint.places import Place
 from ckptkit.errors import NotFoundError, UsageError
-from ckptkit.format.leaves import dumps
+from ckptkit.format.encoding import dumps
 from ckptkit.live import Checkpointer, PerDataRank, Restored, load, rng_state, set_rng_state
 from ckptkit.plugins import Framework, extra_beside, opened
 

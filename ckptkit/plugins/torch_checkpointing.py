@@ -28,7 +28,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.foreign.readers.torch_save import FILES, RECORD, RECORD_KIND, SUMS
-from ckptkit.format.envelope import seal, unseal
+from ckptkit.format.encoding import seal, unseal
 from ckptkit.live.state.ranks import current_world
 from ckptkit.model.document import Fields
 from ckptkit.plugins import Framework

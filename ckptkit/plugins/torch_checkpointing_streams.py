@@ -15,7 +15,7 @@ from isal import isal_zlib
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, share_out
 from ckptkit.errors import CkptkitError, CorruptionError
 from ckptkit.foreign.readers.torch_save import RECORD_KIND
-from ckptkit.format.envelope import seal
+from ckptkit.format.encoding import seal
 from ckptkit.live.state.tensors import local_of
 from ckptkit.storage import Store
 

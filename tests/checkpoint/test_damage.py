@@ -12,7 +12,7 @@ import pytest
 import ckptkit
 from ckptkit import Writer
 from ckptkit.errors import CorruptionError, FormatError, VersionError
-from ckptkit.format.envelope import seal, unseal
+from ckptkit.format.encoding import seal, unseal
 from ckptkit.storage import MemoryStore, Store
 from tests.checkpoint.saving import (
     Tensor,

@@ -18,7 +18,7 @@ import ckptkit
 from ckptkit import PerRank, Replicated, Split, Sum, Writer
 from ckptkit.checkpoint.check.verify import object_digest
 from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
-from ckptkit.format.leaves import dumps
+from ckptkit.format.encoding import dumps
 from ckptkit.format.objects import ObjectInfo, total
 from ckptkit.live.state.extra import DataRanks, Extra
 from ckptkit.model import DTYPES

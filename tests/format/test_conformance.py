@@ -16,7 +16,7 @@ import pytest
 
 from ckptkit import errors
 from ckptkit.format.array_table import ArrayTables
-from ckptkit.format.leaves import check_leaf, dumps, unpack
+from ckptkit.format.encoding import check_leaf, dumps, unpack
 from ckptkit.format.manifest import Manifest, Record
 from ckptkit.format.names import join, name_from_file, split
 from tests.format.encoding import packed

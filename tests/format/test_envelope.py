@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import CorruptionError, FormatError, VersionError
-from ckptkit.format.envelope import seal, unseal
+from ckptkit.format.encoding import seal, unseal
 from ckptkit.format.manifest import Manifest
 from tests.format import samples
 from tests.format.samples import extension, plain, sealed

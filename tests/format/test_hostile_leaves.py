@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.errors import FormatError
-from ckptkit.format.leaves import check_leaf, dumps, unpack
+from ckptkit.format.encoding import check_leaf, dumps, unpack
 from tests.format.samples import extension
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.format.leaves import MAX_DEPTH, check_leaf, dumps, unpack
+from ckptkit.format.encoding import MAX_DEPTH, check_leaf, dumps, unpack
 from ckptkit.model import DTYPES, DType
 
 EAST = timezone(timedelta(hours=5, minutes=45))

@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.run.mirror import copy_step
 from ckptkit.errors import FormatError
-from ckptkit.format.leaves import dumps
+from ckptkit.format.encoding import dumps
 from ckptkit.storage import MemoryStore, open_store
 from tests.old_checkpoints import write_v1 as written
 

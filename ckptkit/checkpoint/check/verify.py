@@ -55,7 +55,7 @@ from ckptkit.errors import (
 )
 from ckptkit.foreign.readers import format_of
 from ckptkit.format.array_table import ArrayTable, ArrayTables
-from ckptkit.format.leaves import canonical
+from ckptkit.format.encoding import canonical
 from ckptkit.format.manifest import Manifest, Record
 from ckptkit.format.names import ALIKE, DIGEST_ALGORITHM
 from ckptkit.format.objects import ObjectInfo, whole

@@ -28,7 +28,7 @@ from ckptkit.checkpoint.reshard.copy import ChunkCopier
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Progress, at_once, share_out
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, StorageError, UsageError
-from ckptkit.format import leaves
+from ckptkit.format import encoding
 from ckptkit.format.arrays import presented_grid
 from ckptkit.model import Box
 from ckptkit.model.document import parse_size
@@ -280,13 +280,13 @@ class FinishedFiles:
         if not self.note:
             return []
         if not self.is_resumed:
-            self._store.put(self.note, leaves.dumps([]), exclusive=True)
+            self._store.put(self.note, encoding.dumps([]), exclusive=True)
             # Of one that was killed before: the place was empty but for what stores do not list.
             self._store.delete([entry.key for entry in self._store.leftovers("")])
             return []
         said: Any = []
         with suppress(CkptkitError):  # one that was killed may leave an empty note
-            said = leaves.unpack(self._store.read_whole(self.note, _MOST_NOTE), self.note)
+            said = encoding.unpack(self._store.read_whole(self.note, _MOST_NOTE), self.note)
         noted = {key: (size, crc) for key, size, crc in said}
         self._store.delete([entry.key for entry in self._store.leftovers("")])
         there = {entry.key: entry.size for entry in self._store.list("")}
@@ -306,7 +306,7 @@ class FinishedFiles:
         self._known[key] = size, crc
         if self.note:
             rows = [[key, size, crc] for key, (size, crc) in self._known.items()]
-            self._store.put(self.note, leaves.dumps(rows))
+            self._store.put(self.note, encoding.dumps(rows))
 
     def forget(self) -> None:
         """All is there."""

@@ -14,7 +14,7 @@ from ckptkit.checkpoint.reshard.translation import Chosen, Translation, Translat
 from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.arrays import Alias, ArrayInfo, ArrayKind
-from ckptkit.format.leaves import dumps
+from ckptkit.format.encoding import dumps
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import (
     ALIKE,

@@ -26,7 +26,7 @@ from ckptkit.errors import LayoutError, UsageError
 from ckptkit.foreign.contents import ForeignManifest
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo, ArrayKind
-from ckptkit.format.leaves import dumps
+from ckptkit.format.encoding import dumps
 from ckptkit.format.manifest import Manifest, SaveInfo
 from ckptkit.format.names import DIGEST_ALGORITHM, inner_name
 from ckptkit.model import Layout, Strategy, layout_of

@@ -47,8 +47,7 @@ from ckptkit.errors import (
 )
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.arrays import Alias, ArrayInfo, key_of
-from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
-from ckptkit.format.leaves import canonical
+from ckptkit.format.encoding import MAX_DOCUMENT_BYTES, canonical
 from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, Record, pack_name
 from ckptkit.format.names import DATA_RANK, groups_of
 from ckptkit.format.objects import ObjectInfo

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from ckptkit.checkpoint.places import MANIFEST, StepFolder, manifest_bytes, read_manifest
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, VersionError
-from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
+from ckptkit.format.encoding import MAX_DOCUMENT_BYTES
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Store
 

@@ -37,7 +37,7 @@ from ckptkit.errors import (
 )
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
-from ckptkit.format.leaves import dumps, unpack
+from ckptkit.format.encoding import dumps, unpack
 from ckptkit.format.manifest import SaveInfo, pack_name
 from ckptkit.format.names import ancestors, checked_path
 from ckptkit.format.objects import (

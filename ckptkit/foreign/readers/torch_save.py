@@ -27,7 +27,7 @@ from ckptkit.foreign.states import (
     states_of,
 )
 from ckptkit.foreign.torch_file import read_file
-from ckptkit.format.envelope import unseal
+from ckptkit.format.encoding import unseal
 from ckptkit.model import Box
 
 INDEX = ".bin.index.json"

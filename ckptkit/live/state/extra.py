@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ckptkit.errors import CkptkitError, FormatError, UsageError
-from ckptkit.format.leaves import dumps
+from ckptkit.format.encoding import dumps
 from ckptkit.format.names import DATA_RANK
 from ckptkit.format.objects import ObjectInfo, PerRank, share_of, total
 from ckptkit.model import Strategy

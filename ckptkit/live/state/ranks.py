@@ -30,7 +30,7 @@ from ckptkit.checkpoint.ranks import (
 )
 from ckptkit.checkpoint.workers import copy_threads
 from ckptkit.errors import InvalidNameError, PeerError, UsageError
-from ckptkit.format.leaves import canonical, dumps, unpack
+from ckptkit.format.encoding import canonical, dumps, unpack
 from ckptkit.live.state.topology import Topology
 from ckptkit.storage import Abilities
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ckptkit.errors import CkptkitError, PeerError
-from ckptkit.format.leaves import dumps, unpack
+from ckptkit.format.encoding import dumps, unpack
 from ckptkit.live.state.tensors import TensorForm, bytes_of
 from ckptkit.live.state.trees import put_tensors, take_tensors
 

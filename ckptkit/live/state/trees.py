@@ -17,7 +17,7 @@ import torch
 
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import FormatError, UnsupportedTypeError
-from ckptkit.format.leaves import canonical, dumps
+from ckptkit.format.encoding import canonical, dumps
 from ckptkit.format.names import DATA_RANK, OWN, REFERENCE, escape
 from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.parts import LiveTensor

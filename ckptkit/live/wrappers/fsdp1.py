@@ -30,7 +30,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.format.leaves import dumps
+from ckptkit.format.encoding import dumps
 from ckptkit.live.state.entries import (
     Line,
     ModelEntry,

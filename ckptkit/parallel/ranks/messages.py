@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
-from ckptkit.format import leaves
+from ckptkit.format import encoding
 from ckptkit.live.state.ranks import all_gather_single
 from ckptkit.live.state.tensors import PLAIN, TensorForm, bytes_of
 
@@ -176,7 +176,7 @@ def packed(value: object, where: str) -> tuple[torch.Tensor, TensorForm]:
             )
         return value.detach(), TensorForm.of(value)
     try:
-        data = leaves.dumps(value, where)
+        data = encoding.dumps(value, where)
     except UnsupportedTypeError as error:
         error.what = f"besides tensors only plain values travel between ranks: {error.what}"
         raise
@@ -186,7 +186,7 @@ def packed(value: object, where: str) -> tuple[torch.Tensor, TensorForm]:
 def unpacked(data: torch.Tensor, form: TensorForm, device: torch.device) -> Any:
     """The value that was packed; a tensor on a device."""
     if form.dtype == PLAIN:
-        return leaves.unpack(data.cpu().numpy().tobytes(), "a message of another rank")
+        return encoding.unpack(data.cpu().numpy().tobytes(), "a message of another rank")
     return data.view(form.torch_dtype).reshape(form.shape).to(device)
 
 

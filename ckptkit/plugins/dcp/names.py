@@ -21,7 +21,7 @@ from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import ForeignArray
 from ckptkit.foreign.readers.dcp import with_lists
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path, StateTensor, put, states_of
-from ckptkit.format.leaves import encode
+from ckptkit.format.encoding import encode
 from ckptkit.format.names import MODEL, OPTIMIZER, join, split
 from ckptkit.live.state.ranks import StoreRanks, World, current_world, ranks_of
 from ckptkit.live.state.trees import no_tensor, put_tensors, tensors_inline

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit import Strategy
-from ckptkit.format.leaves import dumps
+from ckptkit.format.encoding import dumps
 from ckptkit.model import Box, Grid
 from ckptkit.plan.read import batches, reading_of
 from ckptkit.storage import MemoryStore
