@@ -127,6 +127,6 @@ def __dir__() -> list[str]:
 if "ckptkit_command" not in sys.modules:
     # Whoever imports ckptkit may open steps by zarr itself, which has to know our dtypes then.
     # `ckpt` registers them where it uses zarr, and mostly does not: importing that takes 0.2 s.
-    from ckptkit.format.zarr_dtypes import register as _register
+    from ckptkit.format.zarr import register as _register
 
     _register()

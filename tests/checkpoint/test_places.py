@@ -155,7 +155,7 @@ DENIED = """
 import os, sys
 import ckptkit
 from ckptkit import Run, Writer
-import ckptkit.checkpoint.read.zarr_view
+import ckptkit.format.zarr
 import numpy as np
 from ckptkit.errors import AccessError
 

@@ -14,8 +14,8 @@ from zarr.core.buffer import default_buffer_prototype
 
 import ckptkit
 from ckptkit import Checkpoint
-from ckptkit.checkpoint.read.zarr_view import ZarrView
 from ckptkit.errors import CorruptionError
+from ckptkit.format.zarr import ZarrView
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import (
     Tensor,

@@ -17,7 +17,7 @@ from ckptkit.format.arrays import (
     group_document,
     key_of,
 )
-from ckptkit.format.zarr_dtypes import register
+from ckptkit.format.zarr import register
 from ckptkit.model import DTYPES, Box, DType, Grid
 
 register()

@@ -40,7 +40,7 @@ from ckptkit.storage.base.store import Closing
 if TYPE_CHECKING:
     import zarr
 
-    from ckptkit.checkpoint.read.zarr_view import ZarrView
+    from ckptkit.format.zarr import ZarrView
 
 _SHOWN = 12
 UNKNOWN = "an unknown strategy"
@@ -197,14 +197,14 @@ class Checkpoint(Closing):
         # Here, because importing zarr takes longer than most commands do.
         import zarr  # noqa: PLC0415
 
-        from ckptkit.format.zarr_dtypes import register  # noqa: PLC0415
+        from ckptkit.format.zarr import register  # noqa: PLC0415
 
         register()
         return zarr.open_group(self.zarr_store(), mode="r")
 
     def zarr_store(self) -> ZarrView:
         """The step as zarr's Store, whose keys can be read one by one."""
-        from ckptkit.checkpoint.read.zarr_view import ZarrView  # noqa: PLC0415
+        from ckptkit.format.zarr import ZarrView  # noqa: PLC0415
 
         infos = {name: array.info for name, array in self.arrays.items()}
         return ZarrView(self.location, infos, self.read)
