@@ -254,7 +254,6 @@ def _check_chunks(columns: dict[str, Any], table: ArrayTable) -> None:
 
 
 def pack_name(rank: int) -> str:
-    """The file name of a rank's pack."""
     return f"rank-{rank:05d}.zip"
 
 

@@ -82,7 +82,7 @@ def test_a_save_under_way_stays_whatever_the_server_takes_the_time_for(
 
 def test_clocks_that_were_left_go_with_the_next_one(run: RemoteStore) -> None:
     at = time.time()
-    with patch("ckptkit.storage.memory.time.time", lambda: at - 9999):
+    with patch("ckptkit.storage.time.time", lambda: at - 9999):
         run.behind.put("clock/old", b"now")
     run.behind.put("clock/of-another", b"now")
     run.left = [upload(4, 1, 9999)]

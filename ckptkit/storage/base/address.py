@@ -145,7 +145,6 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last component."""
         return self.path.rpartition("/")[2]
 
     @property

@@ -156,7 +156,6 @@ class BufferPool:
 
     @property
     def kept_bytes(self) -> int:
-        """How much memory waits for reuse."""
         return self._kept_bytes
 
     def clear(self) -> None:
@@ -168,7 +167,6 @@ class BufferPool:
 
 @cache
 def default_pool() -> BufferPool:
-    """The pool of this process."""
     return BufferPool()
 
 

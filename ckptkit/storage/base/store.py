@@ -50,8 +50,6 @@ class Abilities:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One stored object."""
-
     key: str
     size: int
     modified: float
@@ -401,7 +399,6 @@ class Parts:
             yield data
 
     def size(self, part: int) -> int:
-        """The number of bytes of a part."""
         if not 0 <= part < len(self.sizes):
             raise self._misuse(f"there is no part {part} of {len(self.sizes)}")
         return self.sizes[part]

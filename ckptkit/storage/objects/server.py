@@ -156,7 +156,6 @@ class ObjectServer:
     # Reading
 
     def head(self, key: str) -> Stat:
-        """Size and ETag of an object."""
         return self._ask("looking", key, lambda: self.client.head(key))
 
     def read(self, key: str, start: int, length: int) -> memoryview:
@@ -176,7 +175,6 @@ class ObjectServer:
         return self._ask("reading", key, lambda: self.client.get_whole(key, most))
 
     def list(self, folder: str) -> Entries:
-        """Every object below a folder."""
         return self._listing(folder, partial(self.client.list, folder))
 
     def children(self, folder: str) -> Names:
@@ -331,7 +329,6 @@ class ObjectServer:
             return False
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, in any order."""
         self._ask("deleting", keys[0], lambda: self.client.delete(keys))
 
     def uploads(self, folder: str) -> Sequence[Upload]:
@@ -457,7 +454,6 @@ class BodyCheck:
         return int(match[2]) == len(pieces) and match[1] != whole
 
     def piece_differs(self, number: int, data: bytes | memoryview) -> bool:
-        """Whether piece number `number` is not these bytes."""
         return _md5(data).digest() != self._pieces[number].digest()
 
 
