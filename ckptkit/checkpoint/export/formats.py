@@ -173,11 +173,11 @@ def plain_name(names: Iterable[str]) -> str:
     return min(names, key=rank)
 
 
-def _file(key: str, tensors: Sequence[NewTensor], numbers: Iterable[int]) -> NewFile:
+def _file(key: str, tensors: Sequence[NewTensor], numbers: Sequence[int]) -> NewFile:
     """A safetensors file. Tensors with larger elements come first: then all are aligned."""
-    by_name = {tensors[number].name: number for number in numbers}
-    order = [by_name[name] for name in natural_order(by_name)]
-    order.sort(key=lambda number: -tensors[number].dtype.itemsize)
+    names = natural_order(tensors[number].name for number in numbers)
+    places = {name: place for place, name in enumerate(names)}
+    order = sorted(numbers, key=lambda n: (-tensors[n].dtype.itemsize, places[tensors[n].name]))
     # Transformers refuses files that do not say of which framework they are.
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
