@@ -134,9 +134,13 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     pg_name = group_name
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Reduce in place, on all ranks or on the root that the options of a `reduce` have."""
         for tensor in tensors:
-            self._reduce(tensor, opts, only=getattr(opts, "rootRank", None))
+            self._reduce(tensor, opts)
+        return MpiWork(tensors)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+        for tensor in tensors:
+            self._reduce(tensor, opts, only=opts.rootRank)
         return MpiWork(tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
@@ -270,7 +274,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         _wait_for(probe, self._timeout, "recv")
         return self.recv(tensors, int(status.Get_source()), tag)
 
-    reduce = allreduce_coalesced = allreduce
+    allreduce_coalesced = allreduce
     # The names that torch had for these before 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -387,7 +387,7 @@ class _KeepingStage(PipelineStage):
 
 
 class _OnlySteps:
-    """What a schedule of torch lacks: an answer to those who take it for a module."""
+    """Answers those who take a schedule for a module; Python looks for that in classes only."""
 
     def __call__(self, *_: object, **__: object) -> Any:
         raise UsageError(
@@ -397,13 +397,19 @@ class _OnlySteps:
         )
 
 
+class _GPipe(_OnlySteps, ScheduleGPipe): ...
+
+
+class _OneForwardOneBackward(_OnlySteps, Schedule1F1B): ...
+
+
+class _Interleaved(_OnlySteps, ScheduleInterleaved1F1B): ...
+
+
 _SCHEDULES: dict[str, Any] = {
-    name: type(kind.__name__, (_OnlySteps, kind), {})
-    for name, kind in (
-        ("gpipe", ScheduleGPipe),
-        ("1f1b", Schedule1F1B),
-        ("interleaved", ScheduleInterleaved1F1B),
-    )
+    "gpipe": _GPipe,
+    "1f1b": _OneForwardOneBackward,
+    "interleaved": _Interleaved,
 }
 
 
