@@ -17,8 +17,6 @@ from ckptkit.errors import CkptkitError
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint.check.diff import ArrayDifference, Diff, ObjectDifference, diff
-    from ckptkit.checkpoint.check.verify import Digest, Finding, digest, rebuild, verify
     from ckptkit.checkpoint.export.export import Exported, export
     from ckptkit.checkpoint.export.files import unpack
     from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
@@ -28,7 +26,9 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.reshard.plan import Resharded, ReshardPlan, plan_reshard, reshard
     from ckptkit.checkpoint.reshard.selection import Selection
     from ckptkit.checkpoint.reshard.target import Explained, explain_rules
+    from ckptkit.checkpoint.run.diff import ArrayDifference, Diff, ObjectDifference, diff
     from ckptkit.checkpoint.run.run import Run
+    from ckptkit.checkpoint.run.verify import Digest, Finding, digest, rebuild, verify
     from ckptkit.checkpoint.workers import ProgressBar
     from ckptkit.checkpoint.write.writer import Writer
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
 # three times as long if it waited for all.
 _MODULES = {
-    "checkpoint.check.diff": ("ArrayDifference", "Diff", "ObjectDifference", "diff"),
-    "checkpoint.check.verify": ("Digest", "Finding", "digest", "rebuild", "verify"),
+    "checkpoint.run.diff": ("ArrayDifference", "Diff", "ObjectDifference", "diff"),
+    "checkpoint.run.verify": ("Digest", "Finding", "digest", "rebuild", "verify"),
     "checkpoint.export.export": ("Exported", "export"),
     "checkpoint.export.files": ("unpack",),
     "checkpoint.ranks": ("FileBarrier", "Ranks", "ThreadBarrier"),

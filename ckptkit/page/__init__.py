@@ -22,13 +22,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.diff import Diff, diff, numbers
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY, Band, Limits, stored_arrays, stream
 from ckptkit.checkpoint.reshard.plan import ReshardPlan, plan_reshard
 from ckptkit.checkpoint.reshard.target import TargetArray
 from ckptkit.checkpoint.rules_file import RulesLike
+from ckptkit.checkpoint.run.diff import Diff, diff, numbers
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.errors import UsageError

@@ -8,7 +8,7 @@ import pytest
 
 import ckptkit
 from ckptkit import ArrayDifference, PerRank, Split, Sum, Writer
-from ckptkit.checkpoint.check.diff import ArrayForm, ValueDifference
+from ckptkit.checkpoint.run.diff import ArrayForm, ValueDifference
 from ckptkit.errors import CorruptionError, UsageError
 from ckptkit.model import DType
 from tests.checkpoint.saving import Tensor, Values, flipped, random_values

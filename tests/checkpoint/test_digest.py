@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit import PerRank, Split, Sum, Writer
-from ckptkit.checkpoint.check.verify import object_digest
+from ckptkit.checkpoint.run.verify import object_digest
 from ckptkit.errors import CorruptionError
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.model import DType

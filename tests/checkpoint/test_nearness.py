@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.checkpoint.check.diff import Apart, Tolerance, apart, is_near
+from ckptkit.checkpoint.run.diff import Apart, Tolerance, apart, is_near
 from ckptkit.errors import UsageError
 from ckptkit.model import DTYPES, DType
 

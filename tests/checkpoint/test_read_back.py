@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit import PerRank, Replicated, Split, Sum, Writer
-from ckptkit.checkpoint.check.verify import object_digest
+from ckptkit.checkpoint.run.verify import object_digest
 from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
 from ckptkit.format.encoding import dumps
 from ckptkit.format.objects import ObjectInfo, total

@@ -12,7 +12,6 @@ from typing import Any, Required, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.verify import digest_of
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
@@ -41,6 +40,7 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
+from ckptkit.checkpoint.run.verify import digest_of
 from ckptkit.checkpoint.workers import Progress, share_out, uncollected
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import StepExistsError, UsageError

@@ -1,1 +1,1 @@
-"""The steps of a run: listed, pruned, copied to another place."""
+"""The steps of a run: listed, pruned, copied to another place, verified and compared."""

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.verify import object_digest, state_objects
 from ckptkit.checkpoint.places import Place, stores_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import (
@@ -27,6 +26,7 @@ from ckptkit.checkpoint.read.stream import (
     stored_arrays,
     stream,
 )
+from ckptkit.checkpoint.run.verify import object_digest, state_objects
 from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.errors import UsageError
 from ckptkit.format.names import check_used, inner_name, matches, pattern_list

@@ -1,1 +1,0 @@
-"""Is a step what was written, and what is in it?"""
