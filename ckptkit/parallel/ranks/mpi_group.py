@@ -268,11 +268,20 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return MpiWork(tensors, requests, self._timeout, source=src, land=land)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
-        """Receive from whoever sends first."""
+        """Receive from whoever sends first; what has no room stays to be received."""
         status = MPI.Status()
         probe = partial(self._comm.Iprobe, MPI.ANY_SOURCE, tag, status)
         _wait_for(probe, self._timeout, "recv")
-        return self.recv(tensors, int(status.Get_source()), tag)
+        source, nbytes = int(status.Get_source()), min(tensors[0].nbytes, LIMIT)
+        if status.Get_count(MPI.BYTE) > nbytes:
+            # Open MPI 5 would write on behind the tensor.
+            raise UsageError(
+                f"rank {source} of the group sent {status.Get_count(MPI.BYTE)} bytes, and there is "
+                f"room for {nbytes}",
+                where="recv",
+                hint="messages of several kinds need a tag each, or a barrier between them",
+            )
+        return self.recv(tensors, source, tag)
 
     allreduce_coalesced = allreduce
     # The names that torch had for these before 2.13.

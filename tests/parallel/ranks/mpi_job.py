@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptkit.errors import PeerError
+from ckptkit.errors import PeerError, UsageError
 from ckptkit.live import load, save
 from ckptkit.parallel import as_distributed
 from ckptkit.parallel.ranks import init
@@ -132,16 +132,22 @@ def cross() -> None:
 
 
 def from_anyone(comm: Communicator) -> None:
-    """Rank 0 receives from whoever sends, and learns who it was."""
-    if comm.rank:
-        dist.send(torch.tensor([comm.rank]), 0)
-        return
-    found = torch.zeros(1, dtype=torch.int64)
-    sources = []
-    for _ in range(comm.world_size - 1):
-        sources.append(dist.recv(found))
-        assert sources[-1] == int(found)
-    assert sorted(sources) == list(range(1, comm.world_size))
+    """Rank 0 receives from whoever sends, and learns who it was; too much is refused, not lost."""
+    large = torch.full((1 << 20,), float(comm.rank))
+    small = torch.tensor([comm.rank])
+    for mine in (small, large):
+        sources = []
+        for _ in range(comm.world_size - 1 if comm.rank == 0 else 0):
+            if mine is large:
+                with pytest.raises(UsageError, match="sent 4194304 bytes, and there is room for 8"):
+                    dist.recv(small)
+            sources.append(dist.recv(mine))
+            assert bool((mine == sources[-1]).all())
+        assert sorted(sources) == list(range(1, comm.world_size) if comm.rank == 0 else ())
+        if comm.rank:
+            dist.send(mine, 0)
+        # What a rank sends next must not come before what others send now.
+        comm.barrier()
 
 
 def forgotten() -> None:
