@@ -16,7 +16,6 @@ from isal import isal_zlib
 
 from ckptkit.checkpoint.workers import ask_all, uncollected
 from ckptkit.errors import (
-    AlreadyExistsError,
     CkptkitError,
     FormatError,
     NoSpaceError,
@@ -43,7 +42,6 @@ from ckptkit.storage import (
     default_pool,
     open_store,
 )
-from ckptkit.storage.base.disk import link_in_the_way
 from ckptkit.storage.base.store import checked_size
 
 MANIFEST = "manifest.msgpack"
@@ -317,27 +315,6 @@ def check_room(store: Store, needed: int, where: Location) -> None:
             where=str(where),
             hint="nothing was written; `ckpt prune` frees what runs do not need",
         )
-
-
-def refuse_begun(folder: StepFolder) -> None:
-    """Raise AlreadyExistsError where the manifest is empty: a commit was cut off, or is just
-    about to fill it.
-    """
-    if manifest_size(folder) == 0:
-        raise AlreadyExistsError(
-            "a save of this step was killed while it committed: its manifest is empty",
-            where=str(folder),
-            hint="once no save is under way, `ckpt prune RUN --grace 0` removes what it left, "
-            "and `ckpt rebuild STEP` commits it; overwrite=True replaces it",
-        )
-
-
-def refuse_links(folder: StepFolder) -> None:
-    """Raise what writing to a step would, where its folder or that of its data is a link."""
-    if folder.name in folder.store.links():
-        raise link_in_the_way(str(folder))
-    if DATA in folder.store.links(folder.name):
-        raise link_in_the_way(folder.where(DATA))
 
 
 def _not_committed(

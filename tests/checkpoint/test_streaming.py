@@ -172,5 +172,5 @@ def test_a_chunk_of_mostly_padding_is_read_in_little_memory(tmp_path: Any) -> No
     with ckptkit.open(tmp_path) as checkpoint:
         arrays = stored_arrays(checkpoint, 64)
         out = np.empty((33, 3), "<u4")
-        arrays["model/w"].read_into(Box.whole((33, 3)), out)
+        arrays["model/w"].fill([("model/w", Box.whole((33, 3)), out)])
     assert out.tobytes() == state["model/w"].whole.tobytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -51,10 +51,6 @@ class Readable:
     """The chunks that are read whole at best."""
     fill: ReadMany
     """One function for all arrays of a step, as small ones are read together."""
-
-    def read_into(self, box: Box, out: npt.NDArray[Any]) -> None:
-        """Fill memory with one box of it."""
-        self.fill([(self.name, box, out)])
 
     @property
     def size(self) -> int:
@@ -239,32 +235,27 @@ def _rounded(nbytes: int) -> int:
 def _together(items: Sequence[Sequence[Readable]], limits: Limits) -> Iterator[list[Band]]:
     """All bands in order; small ones several at a time, which takes less than to read each."""
     some, held = list[Band](), 0
-    for band in _all_bands(items, limits):
-        itemsize = max([readable.dtype.itemsize for readable in items[band.item]])
-        nbytes = _rounded(band.box.size * itemsize)
-        if some and held + nbytes > min(limits.band_bytes, limits.wanted_bytes):
-            yield some
-            some, held = [], 0
-        some.append(band)
-        held += nbytes
-    if some:
-        yield some
-
-
-def _all_bands(items: Sequence[Sequence[Readable]], limits: Limits) -> Iterator[Band]:
     whole = cache(Box.whole)  # arrays are alike
     for item, readables in enumerate(items):
         itemsize = max([readable.dtype.itemsize for readable in readables])
         most = max(1, limits.band_bytes // itemsize)
         wanted = min(most, limits.wanted_bytes // itemsize)
         if 0 < readables[0].size <= wanted:
-            yield Band(item, 0, 0, whole(readables[0].shape))
-            continue
-        grids = list(dict.fromkeys(readable.grid for readable in readables))
+            boxes: Iterable[Box] = [whole(readables[0].shape)]
+        else:
+            grids = list(dict.fromkeys(readable.grid for readable in readables))
+            boxes = bands(grids, wanted, most)
         start = 0
-        for number, box in enumerate(bands(grids, wanted, most)):
-            yield Band(item, number, start, box)
+        for number, box in enumerate(boxes):
+            nbytes = _rounded(box.size * itemsize)
+            if some and held + nbytes > min(limits.band_bytes, limits.wanted_bytes):
+                yield some
+                some, held = [], 0
+            some.append(Band(item, number, start, box))
+            held += nbytes
             start += box.size
+    if some:
+        yield some
 
 
 def _end(grids: Sequence[Grid], dim: int, low: int, rows: tuple[int, int]) -> int:
@@ -360,28 +351,24 @@ def stored_arrays(
                 known[what] = _is_read_whole(kind, box, chunk_bytes)
             if known[what]:
                 together.append((name, box, out))
-            else:
-                fill_exactly(name, kind, box, out)
+                continue
+            # What would be read whole too often, or is too large for that, is compared with its
+            # checksum first, a little at a time, and then read exactly.
+            grid, first_row = kind.grid, checkpoint.first_row(name)
+            chunks = chunks_in(grid, box)
+            with lock:
+                marks = checked.setdefault(name, np.zeros(grid.chunk_count, np.bool_))
+                # Marked before it is checked: a thread that finds it marked goes on, and the one
+                # that checks raises for both.
+                chunks = chunks[~marks[chunks]]
+                marks[chunks] = True
+            for chunk in chunks:
+                check_chunk(checkpoint, first_row + int(chunk))
+            limit = min(BAND_BYTES, chunk_bytes)
+            for piece in pieces_within(grid, box, kind.dtype.itemsize, limit):
+                inside: Any = (*piece.within(box), ...)
+                checkpoint.read_many([(name, piece, out[inside])], verify=False, pace=pace)
         checkpoint.read_many(together, pace=pace)
-
-    def fill_exactly(name: str, kind: ArrayKind, box: Box, out: npt.NDArray[Any]) -> None:
-        """What would be read whole too often, or is too large for that, is compared with its
-        checksum first, a little at a time, and then read exactly.
-        """
-        grid, first_row = kind.grid, checkpoint.first_row(name)
-        chunks = chunks_in(grid, box)
-        with lock:
-            marks = checked.setdefault(name, np.zeros(grid.chunk_count, np.bool_))
-            # Marked before it is checked: a thread that finds it marked goes on, and the one that
-            # checks raises for both.
-            chunks = chunks[~marks[chunks]]
-            marks[chunks] = True
-        for chunk in chunks:
-            check_chunk(checkpoint, first_row + int(chunk))
-        limit = min(BAND_BYTES, chunk_bytes)
-        for piece in pieces_within(grid, box, kind.dtype.itemsize, limit):
-            inside: Any = (*piece.within(box), ...)
-            checkpoint.read_many([(name, piece, out[inside])], verify=False, pace=pace)
 
     found = {
         name: Readable(name, kind.shape, kind.dtype, kind.grid, fill)

@@ -32,6 +32,7 @@ from ckptkit.checkpoint.write.plan import PackedArray, PackPlan, chunk_view, doc
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box
+from ckptkit.plan.chunks import chunks_to_write
 from ckptkit.plan.read import Piece, Pieces, batches, coalesce, pieces_within
 from ckptkit.storage import Store, default_pool
 from ckptkit.storage.base.buffers import PAGE, copy_elements
@@ -108,7 +109,7 @@ def _begin_pack(
     progress: Progress | None,
 ) -> Pack:
     """Begin the pack of a rank; every segment of it can be written by any thread."""
-    writes = target.chunks_of(rank)
+    writes = chunks_to_write(target.owned, rank)
     known = [(owned, a.info) for owned, a in zip(target.owned, target.arrays, strict=True)]
     mine = [(a, chunks) for a, chunks in zip(target.arrays, writes, strict=True) if len(chunks)]
     origins = [array for array, _ in mine]
@@ -337,7 +338,7 @@ class SharedChunks:
                 for chunk, _, _ in parts:
                     chunk.users -= 1
                 for key in [key for key, it in self._kept.items() if it.failed and not it.users]:
-                    self._forget(key)
+                    self._room += self._kept.pop(key).values.nbytes
 
     def _claim(self, array: int, chunk: int) -> tuple[SharedChunk | None, bool]:
         """A chunk to work with, and whether the caller is to read it; None where there is no room
@@ -355,15 +356,12 @@ class SharedChunks:
             for idle in [key for key, it in self._kept.items() if not it.users]:
                 if self._room >= nbytes:
                     break
-                self._forget(idle)
+                self._room += self._kept.pop(idle).values.nbytes
             if self._room < nbytes:
                 return None, False
             made = self._kept[key] = SharedChunk(np.empty(shape, info.dtype.bits), users=1)
             self._room -= nbytes
             return made, True
-
-    def _forget(self, key: tuple[int, int]) -> None:
-        self._room += self._kept.pop(key).values.nbytes
 
 
 # Small chunks, of which there may be a million: which bytes of which chunk of the source go where

@@ -46,6 +46,7 @@ from ckptkit.errors import (
 )
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest, pack_name
+from ckptkit.plan.chunks import chunks_to_write
 from ckptkit.storage import Address, Options, Store
 
 ENGINES = "threads, processes, dask://host:port, ray, ray://host:port or slice:i/n"
@@ -109,7 +110,16 @@ def copy_elsewhere(
     """Have an executor's workers copy packs, each told the rank of one that is done; the first
     error stops what has not begun, and on Ray what runs too.
     """
-    engine, alone = target.options.engine, budget.alone()
+    engine = target.options.engine
+    # Each worker writes one pack at a time, in a process of its own.
+    alone = replace(
+        budget,
+        workers=1,
+        source=budget.pace,
+        packs=1,
+        shared_bytes=0,
+        decoded_bytes=budget.decoded_bytes // budget.workers,
+    )
     # What a worker need not know, and could not be sent.
     options = replace(target.options, engine="threads")
     places = source.store.address, source.folder.name, source.save_id, destination.address
@@ -344,7 +354,7 @@ def _is_finished(
         found = read_record(folder, target.save.save_id, rank, tables)
     except (FormatError, NotFoundError):
         return False
-    record, chunks = found.record, target.chunks_of(rank)
+    record, chunks = found.record, chunks_to_write(target.owned, rank)
     numbers = np.repeat(np.arange(len(chunks)), [len(each) for each in chunks])
     if not (
         record.save.strategy == target.save.strategy
@@ -395,7 +405,18 @@ def commit_packs(
     """
     store = store_at(location, storage_options)
     folder = _begun_step(store, step, overwrite=overwrite)
-    save_id = _begun_save(folder, save_id)
+    names, where = store.children(folder.data()), folder.where(DATA)
+    wanted = {save_id} if save_id is not None else set(names) - {committed_save_id(folder)}
+    found = [name for name in names if name in wanted]
+    if not found:
+        raise NotFoundError("no packs", where=where)
+    if len(found) > 1:
+        raise UsageError(
+            f"the packs of {len(found)} saves: {', '.join(found[-_NAMED:])}",
+            where=where,
+            hint="say which one with save_id (`ckpt commit RUN --save-id …`)",
+        )
+    save_id = found[0]
     data = folder.data(save_id)
     there = set(store.children(data))
     try:
@@ -442,18 +463,3 @@ def _begun_step(store: Store, step: int | None, *, overwrite: bool) -> StepFolde
             hint="say which one with step (`ckpt commit RUN --step …`)",
         )
     return StepFolder(store, folders[begun[0]])
-
-
-def _begun_save(folder: StepFolder, save_id: str | None) -> str:
-    names, where = folder.store.children(folder.data()), folder.where(DATA)
-    wanted = {save_id} if save_id is not None else set(names) - {committed_save_id(folder)}
-    found = [name for name in names if name in wanted]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise NotFoundError("no packs", where=where)
-    raise UsageError(
-        f"the packs of {len(found)} saves: {', '.join(found[-_NAMED:])}",
-        where=where,
-        hint="say which one with save_id (`ckpt commit RUN --save-id …`)",
-    )

@@ -18,7 +18,6 @@ from ckptkit.checkpoint.places import (
     Place,
     StepFolder,
     check_room,
-    refuse_links,
     step_name,
     step_number,
     stores_at,
@@ -49,6 +48,7 @@ from ckptkit.model import Box, Strategy
 from ckptkit.model.display import bytes_picture, card, mesh_picture
 from ckptkit.model.document import counted, parse_size, size_text
 from ckptkit.storage import Options, default_pool
+from ckptkit.storage.base.disk import link_in_the_way
 
 # What a chunk adds to a manifest, and about what an array does.
 _CHUNK_BYTES, _ARRAY_BYTES = 24, 160
@@ -314,7 +314,10 @@ def _is_there(
     there = committed_save_id(folder)
     if there == target.save.save_id:
         return True
-    refuse_links(folder)
+    if folder.name in store.links():
+        raise link_in_the_way(str(folder))
+    if DATA in store.links(folder.name):
+        raise link_in_the_way(folder.where(DATA))
     # By the save, since one folder may have many names.
     if there == source.save_id:
         raise StepExistsError(
@@ -357,7 +360,7 @@ def _readable(array: TargetArray, stored: Mapping[str, Readable]) -> Readable:
         for _, box, out in wanted:
             values = np.empty(box.shape, source.dtype.bits) if array.is_cast else out
             for _, part, inside, there in array.parts(box, values):
-                stored[part.name].read_into(inside, there)
+                stored[part.name].fill([(part.name, inside, there)])
             if array.is_cast:
                 given, found = values.reshape(-1), out.reshape(-1)
                 for start in range(0, len(given), block):

@@ -59,7 +59,15 @@ class Selection:
         for keyword in ("include", "exclude"):
             object.__setattr__(self, keyword, pattern_list(getattr(self, keyword), keyword))
         for keyword in ("cast", "rename"):
-            object.__setattr__(self, keyword, _pairs(getattr(self, keyword), keyword))
+            value: Any = getattr(self, keyword)
+            pairs = () if isinstance(value, str) else tuple(value)
+            if isinstance(value, str) or any(isinstance(p, str) or len(p) != 2 for p in pairs):
+                raise UsageError(
+                    f"{keyword} takes a tuple of pairs",
+                    value=value,
+                    hint=f'write {keyword}=(("first", "second"),)',
+                )
+            object.__setattr__(self, keyword, tuple((first, second) for first, second in pairs))
         if self.names is not None:
             object.__setattr__(self, "names", Translation.of(self.names))
         for _, dtype in self.cast:
@@ -81,23 +89,6 @@ class Selection:
         inner = inner_name(name, role)
         wanted = not self.include or matches(self.include, name, inner)
         return wanted and not matches(self.exclude, name, inner)
-
-    def dtype_of(self, array: ArrayInfo, names: Sequence[str]) -> DType:
-        """What an array, which may have several names, is stored as: the last cast that fits
-        counts.
-        """
-        for pattern, dtype in reversed(self.cast):
-            if pattern:
-                fits = any(matches((pattern,), n, inner_name(n, array.role)) for n in names)
-            else:
-                fits = array.role == "param" and _is_float(array.dtype)
-            if fits and not _is_float(array.dtype):
-                raise UnsupportedTypeError(
-                    "only floating-point numbers are cast", where=array.name, value=array.dtype.name
-                )
-            if fits:
-                return _float(dtype)
-        return array.dtype
 
     def renamed(self, name: str, role: str) -> str:
         """What an array of this name in the source is called in the target."""
@@ -238,7 +229,19 @@ def _changed(
     """An array under its new name, and as what it is cast to: mostly the very same. Arrays that
     were alike still share their kind, one of `kinds`.
     """
-    dtype = selection.dtype_of(array, called) if selection.cast else array.dtype
+    dtype = array.dtype
+    for pattern, wanted in reversed(selection.cast):  # the last one that fits counts
+        if pattern:
+            fits = any(matches((pattern,), n, inner_name(n, array.role)) for n in called)
+        else:
+            fits = array.role == "param" and _is_float(array.dtype)
+        if fits and not _is_float(array.dtype):
+            raise UnsupportedTypeError(
+                "only floating-point numbers are cast", where=array.name, value=array.dtype.name
+            )
+        if fits:
+            dtype = _float(wanted)
+            break
     if name == array.name and dtype == array.dtype:
         return array
     kind = array.kind
@@ -268,17 +271,6 @@ def _check_names(arrays: Sequence[Chosen], aliases: Sequence[Alias]) -> None:
             )
 
 
-def _pairs(value: Any, keyword: str) -> tuple[tuple[str, str], ...]:
-    pairs = () if isinstance(value, str) else tuple(value)
-    if isinstance(value, str) or any(isinstance(pair, str) or len(pair) != 2 for pair in pairs):
-        raise UsageError(
-            f"{keyword} takes a tuple of pairs",
-            value=value,
-            hint=f'write {keyword}=(("first", "second"),)',
-        )
-    return tuple((first, second) for first, second in pairs)
-
-
 def _is_float(dtype: DType) -> bool:
     return "float" in dtype.name and "complex" not in dtype.name
 
@@ -292,19 +284,6 @@ def _float(name: str) -> DType:
             hint=f"write {', '.join(_SHORT)}, or a name such as float8_e4m3fn",
         )
     return DTYPES[known]
-
-
-def parameter_order(objects: Sequence[ObjectInfo]) -> dict[str | None, int]:
-    """The parameters in the order in which optimizers have them, as far as they say so."""
-    found: dict[str | None, int] = {}
-    for item in objects:
-        if item.name == OPTIMIZER and isinstance(item.value, list):
-            groups = [d.get("groups") for d in item.value if isinstance(d, dict)]
-            for group in [g for each in groups if isinstance(each, list) for g in each]:
-                names = group.get("params") if isinstance(group, dict) else None
-                for name in names if isinstance(names, list) else []:
-                    found.setdefault(f"{MODEL}/{name}", len(found))
-    return found
 
 
 def objects_of(objects: Sequence[ObjectInfo], rank: int, world_size: int) -> list[ObjectInfo]:
@@ -356,7 +335,17 @@ def _chosen_objects(
         if group == ALIKE and rest in cast | choice.left_out:
             continue
         if group == WRAPPED:
-            found += _record(item, rest, choice.names, cast)
+            # What arrays make together goes over if they do.
+            parts = item.value.get("inner") if isinstance(item.value, dict) else None
+            ends = [f"%2F{escape(str(part))}" for part in parts] if isinstance(parts, list) else []
+            if cast.intersection(rest + end for end in ends):
+                raise UsageError(
+                    "a part of a tensor that is made of several cannot be cast or changed",
+                    where=rest,
+                )
+            there = [end for end in ends if rest + end in choice.names]
+            new = {choice.names[rest + end].removesuffix(end) for end in there}
+            found += [ObjectInfo(f"{WRAPPED}/{n}", item.semantics, item.value) for n in sorted(new)]
             continue
         name = f"{group}/{choice.names.get(rest, rest)}" if group == ALIKE else item.name
         value = item.value
@@ -367,20 +356,6 @@ def _chosen_objects(
             value = _pointing(value, choice.targets)
         found.append(ObjectInfo(name, item.semantics, value, item.ranks))
     return tuple(found)
-
-
-def _record(
-    item: ObjectInfo, name: str, names: Mapping[str, str], cast: set[str]
-) -> list[ObjectInfo]:
-    """What arrays make together, if they go over."""
-    parts = item.value.get("inner") if isinstance(item.value, dict) else None
-    ends = [f"%2F{escape(str(part))}" for part in parts] if isinstance(parts, list) else []
-    if cast.intersection(name + end for end in ends):
-        raise UsageError(
-            "a part of a tensor that is made of several cannot be cast or changed", where=name
-        )
-    new = {names[name + end].removesuffix(end) for end in ends if name + end in names}
-    return [ObjectInfo(f"{WRAPPED}/{each}", item.semantics, item.value) for each in sorted(new)]
 
 
 def _optimizers(value: Any, targets: Mapping[str, Sequence[str]]) -> Any:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, step_name
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES
-from ckptkit.checkpoint.reshard.selection import Choice, Selection, choose, parameter_order
+from ckptkit.checkpoint.reshard.selection import Choice, Selection, choose
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.checkpoint.workers import Pace, copy_threads
@@ -28,11 +27,11 @@ from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo, ArrayKind
 from ckptkit.format.encoding import dumps
 from ckptkit.format.manifest import Manifest, SaveInfo
-from ckptkit.format.names import DIGEST_ALGORITHM, inner_name
+from ckptkit.format.names import DIGEST_ALGORITHM, MODEL, OPTIMIZER, inner_name
 from ckptkit.model import Layout, Strategy, layout_of
 from ckptkit.model.document import parse_size
 from ckptkit.model.rules import Rules
-from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, Owned, chunks_to_write, target_grid
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, Owned, target_grid
 from ckptkit.plan.cuts import Tensor
 from ckptkit.plan.place import decide, place
 from ckptkit.plan.read import spread
@@ -193,10 +192,6 @@ class ReshardTarget:
         """The arrays as planning knows them."""
         return [Owned(a.name, a.layout, a.info.grid, a.info.dtype.itemsize) for a in self.arrays]
 
-    def chunks_of(self, rank: int) -> list[npt.NDArray[np.int64]]:
-        """For each array the chunks that a rank's pack has."""
-        return chunks_to_write(self.owned, rank)
-
 
 def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> ReshardTarget:
     """Decide everything; no byte of any array is read."""
@@ -250,7 +245,15 @@ def _rules(choice: Choice, manifest: Manifest, options: ReshardOptions) -> Rules
 
 def _tensors(choice: Choice) -> list[Tensor]:
     """What is placed, in the order of the optimizers' parameters, which decides who owns what."""
-    order = parameter_order(choice.objects)
+    # As far as they say so.
+    order: dict[str | None, int] = {}
+    for item in choice.objects:
+        if item.name == OPTIMIZER and isinstance(item.value, list):
+            groups = [d.get("groups") for d in item.value if isinstance(d, dict)]
+            for group in [g for each in groups if isinstance(each, list) for g in each]:
+                names = group.get("params") if isinstance(group, dict) else None
+                for name in names if isinstance(names, list) else []:
+                    order.setdefault(f"{MODEL}/{name}", len(order))
     infos = [chosen.info for chosen in choice.arrays]
     tensors = [Tensor(i.name, i.shape, i.dtype.itemsize, i.role, i.of, i.placements) for i in infos]
     return sorted(tensors, key=lambda tensor: order.get(tensor.of, len(order)))
@@ -394,11 +397,6 @@ class Budget:
     def pace(self) -> Pace:
         """How each worker reads the source."""
         return self.source.shared(self.workers)
-
-    def alone(self) -> Budget:
-        """The budget of one of the workers, which writes one pack in a process of its own."""
-        one = replace(self, decoded_bytes=self.decoded_bytes // self.workers, shared_bytes=0)
-        return replace(one, workers=1, source=self.pace, packs=1)
 
     def is_huge(self, array: ArrayInfo) -> bool:
         """Whether the chunks of an array of the source are too large to be read whole."""

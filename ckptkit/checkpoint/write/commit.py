@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.places import MANIFEST, StepFolder, manifest_bytes, refuse_begun
+from ckptkit.checkpoint.places import MANIFEST, StepFolder, manifest_bytes, manifest_size
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import PackRecord, groups_pack, read_record
 from ckptkit.checkpoint.workers import asked_in_threads, at_once
@@ -58,7 +58,14 @@ def refuse_committed(folder: StepFolder) -> None:
     begun.
     """
     if MANIFEST in folder.store.children(folder.name) and not is_replaceable(folder):
-        refuse_begun(folder)
+        # Empty is that of a commit that was cut off, or is just about to fill it.
+        if manifest_size(folder) == 0:
+            raise AlreadyExistsError(
+                "a save of this step was killed while it committed: its manifest is empty",
+                where=str(folder),
+                hint="once no save is under way, `ckpt prune RUN --grace 0` removes what it left, "
+                "and `ckpt rebuild STEP` commits it; overwrite=True replaces it",
+            )
         raise _exists(folder)
 
 

@@ -126,7 +126,7 @@ def test_an_unfinished_looking_pack_is_replaced_at_once(monkeypatch: pytest.Monk
 def test_a_task_carries_credentials_and_shows_none(tmp_path: Path) -> None:
     secret = Address(Location.parse(tmp_path), {"secret_key": "hush-hush"})
     options = ReshardOptions(to="tp:2")
-    task = Task(secret, "", "a", secret, "b", options, "", 0, budget(1 << 30).alone())
+    task = Task(secret, "", "a", secret, "b", options, "", 0, budget(1 << 30))
     assert "hush" not in repr(task)
     assert "hush" not in str(task)
     again = pickle.loads(pickle.dumps(task))
