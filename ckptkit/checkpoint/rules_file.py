@@ -121,16 +121,12 @@ def of_first_layer(name: str) -> str:
 
 def fitting_presets(names: Iterable[str]) -> list[str]:
     """The presets that fit the names of a model's tensors: one, where these are known."""
-    known = {of_first_layer(name) for name in names}
-
-    def is_there(pattern: str) -> bool:
-        return any(fits(pattern, name) for name in known)
-
-    return [
-        name
-        for name, preset in presets().items()
-        if all(map(is_there, preset.all)) and not any(map(is_there, preset.none))
-    ]
+    known, found = {of_first_layer(name) for name in names}, []
+    for preset_name, preset in presets().items():
+        has_all = all(any(fits(pattern, name) for name in known) for pattern in preset.all)
+        if has_all and not any(fits(pattern, name) for pattern in preset.none for name in known):
+            found.append(preset_name)
+    return found
 
 
 def _ranks_by_kind(strategy: Strategy) -> dict[str, int]:

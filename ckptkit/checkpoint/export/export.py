@@ -287,12 +287,9 @@ def _copied_beside(source: Store) -> Iterator[str]:
             where=str(source.location),
             hint="pass the folder of the model that the training began with",
         )
-
-    def fits(name: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
     for name in names:
-        if fits(name, _BESIDE) and not fits(name, _NOT_BESIDE):
+        is_beside = any(fnmatchcase(name, pattern) for pattern in _BESIDE)
+        if is_beside and not any(fnmatchcase(name, pattern) for pattern in _NOT_BESIDE):
             yield name
 
 

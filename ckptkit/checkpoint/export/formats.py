@@ -162,15 +162,12 @@ def shards_of(tensors: Sequence[NewTensor], most: int) -> list[list[int]]:
     return shards
 
 
-def plain_name(names: Iterable[str]) -> str:
+def plain_name(names: Sequence[str]) -> str:
     """Of the names of one tied tensor the one that it is stored under: that of the embedding, for
     that is where transformers look for it.
     """
-
-    def rank(name: str) -> int:
-        return next((n for n, part in enumerate(EMBEDDINGS) if part in name), len(EMBEDDINGS))
-
-    return min(names, key=rank)
+    of_embeddings = (name for part in EMBEDDINGS for name in names if part in name)
+    return next(of_embeddings, names[0])
 
 
 def _file(key: str, tensors: Sequence[NewTensor], numbers: Sequence[int]) -> NewFile:

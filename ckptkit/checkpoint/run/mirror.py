@@ -101,7 +101,19 @@ class Mirror:
         calls it before the first save or load.
         """
         if ranks.rank == 0:
-            self._claim()
+            # Written down, for steps of two runs must never mix.
+            mine = str(self.remote.location).encode(errors="surrogateescape")
+            try:
+                self.local.put(_OWNER, mine, exclusive=True)
+            except AlreadyExistsError:
+                theirs = self.local.read_whole(_OWNER, _LONGEST_LOCATION)
+                if theirs != mine:
+                    run = theirs.decode(errors="surrogateescape")
+                    raise UsageError(
+                        f"the folder holds steps of the run {run}",
+                        where=str(self.local.location),
+                        hint="give every run a local folder of its own",
+                    ) from None
         mark = ranks.share(lambda: f"seen-by-all-{os.urandom(8).hex()}.txt")
         try:
             if ranks.rank == 0 and ranks.world_size > 1:
@@ -165,21 +177,6 @@ class Mirror:
             self._prune(ranks, up_to)
             raise
         self._prune(ranks, up_to)
-
-    def _claim(self) -> None:
-        """Write down which run the folder belongs to; steps of two runs must never mix."""
-        mine = str(self.remote.location).encode(errors="surrogateescape")
-        try:
-            self.local.put(_OWNER, mine, exclusive=True)
-        except AlreadyExistsError:
-            theirs = self.local.read_whole(_OWNER, _LONGEST_LOCATION)
-            if theirs == mine:
-                return
-            raise UsageError(
-                f"the folder holds steps of the run {theirs.decode(errors='surrogateescape')}",
-                where=str(self.local.location),
-                hint="give every run a local folder of its own",
-            ) from None
 
     def _in_order(self, step: int, *, both: bool = True) -> list[str]:
         """The places of a step that is in both; of two saves only the later without `both`."""
@@ -269,13 +266,15 @@ class Mirror:
     def _prune(self, ranks: Ranks, up_to: int | None) -> None:
         if up_to is None or ranks.rank > 0:
             return
-        rules = self.retention
+        rules = nearby = self.retention
+        if rules.local_keep_last is not None:
+            nearby = Retention(rules.local_keep_last)
         try:
             if not rules.is_all:
                 prune(self.remote, rules, up_to=up_to)
-            if rules.nearby.is_all:
+            if nearby.is_all:
                 return
-            removals = plan_prune(self.local, rules.nearby, grace=ABANDONED, up_to=up_to)
+            removals = plan_prune(self.local, nearby, grace=ABANDONED, up_to=up_to)
             here = self._saved_here()
             kept = rules.kept(sorted(here), up_to)
             # What has not arrived goes only if retention does not keep it, and when all that it

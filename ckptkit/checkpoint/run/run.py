@@ -285,11 +285,6 @@ class Retention:
         """Whether all steps stay; of two places, in the other one."""
         return self.keep_last is None and self.keep_every is None
 
-    @property
-    def nearby(self) -> Retention:
-        """The retention of a local folder."""
-        return self if self.local_keep_last is None else Retention(self.local_keep_last)
-
     def kept(self, steps: Collection[int], up_to: int | None = None) -> set[int]:
         """The steps that stay; those above `up_to` are left alone, and do not count."""
         if self.is_all:

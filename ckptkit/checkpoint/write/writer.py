@@ -160,7 +160,12 @@ class Writer:
         later = None if sliced is None else tuple(sliced)
         key = whole, known.name, tuple((placements or {}).items()), role, later
         if key not in self._kinds:
-            row = _placements_of(self.strategy, name, placements or {})
+            axes, given = [axis.name for axis in self.strategy.mesh.axes], placements or {}
+            if unknown := sorted(given.keys() - set(axes)):
+                what = f"{self.strategy} has the axes {', '.join(axes) or 'none'}"
+                raise LayoutError(what, where=name, value=unknown[0])
+            cuts = (given.get(axis, Replicate()) for axis in axes)
+            row = tuple(parse_placement(cut) if isinstance(cut, str) else cut for cut in cuts)
             self._kinds[key] = self.kind(name, whole, known, row, role, later)
         self._hold(name, self._kinds[key], data, of)
 
@@ -433,20 +438,6 @@ class Writer:
             raise InvalidNameError(
                 "an array cannot have arrays below it", where=clash[0], value=name
             )
-
-
-def _placements_of(
-    strategy: Strategy, name: str, given: Mapping[str, Placement | str]
-) -> tuple[Placement, ...]:
-    """A placement for each axis."""
-    axes = [axis.name for axis in strategy.mesh.axes]
-    unknown = sorted(set(given) - set(axes))
-    if unknown:
-        raise LayoutError(
-            f"{strategy} has the axes {', '.join(axes) or 'none'}", where=name, value=unknown[0]
-        )
-    row = (given.get(axis, Replicate()) for axis in axes)
-    return tuple(parse_placement(p) if isinstance(p, str) else p for p in row)
 
 
 def _raw_elements(
