@@ -29,6 +29,8 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "a
 _WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.")
 _NUMBERS = ("bfloat", "complex", "float")
 _DEPTH = 64
+# Of a name: what lies deeper is one node.
+_MOST_NODES = 16
 
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -168,7 +170,10 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
         found.objects.append(ObjectInfo("optimizer", "replicated", documents))
     for key, value in rest.items():
         for path, tensor in _tensors({key: value}, ()):
-            found.add(join("other", *_nodes(path)), tensor, path)
+            nodes = [str(node) or "_" for node in path]
+            if len(nodes) > _MOST_NODES:
+                nodes[_MOST_NODES - 1 :] = [".".join(nodes[_MOST_NODES - 1 :])]
+            found.add(join("other", *nodes), tensor, path)
         plain, has_some = _without_tensors(value)
         if has_some:
             found.keep(join("extra", str(key)), plain)
@@ -309,7 +314,11 @@ def _from_flat(
     known = {rest.rpartition(".")[0] for rest in told}
     for path, value in state.items():
         kind, _, rest = str(path).partition(".")
-        name, keys = _of_parameter(rest, known)
+        # Since torch 2.10 a name may be followed by several keys, so it is what is known as one.
+        nodes = rest.split(".")
+        ends = range(len(nodes) - 1, 0, -1)
+        end = next((end for end in ends if ".".join(nodes[:end]) in known), len(nodes) - 1)
+        name, keys = ".".join(nodes[:end]), nodes[end:]
         into = {"state": by_name, "param_groups": options}.get(kind)
         if into is None or not name or not keys[-1]:
             more[path] = value
@@ -321,17 +330,6 @@ def _from_flat(
         group = alike.setdefault(repr(sorted(said.items(), key=lambda it: str(it[0]))), dict(said))
         group.setdefault("params", []).append(name)
     return by_name, list(alike.values()), more
-
-
-def _of_parameter(path: str, known: Container[str]) -> tuple[str, list[str]]:
-    """The name of the parameter that a path begins with, and the keys in its state that follow:
-    since torch 2.10 they may be several, so a name is what is known as one.
-    """
-    nodes = path.split(".")
-    for end in range(len(nodes) - 1, 0, -1):
-        if (name := ".".join(nodes[:end])) in known:
-            return name, nodes[end:]
-    return ".".join(nodes[:-1]), nodes[-1:]
 
 
 def counted(tree: Mapping[Any, Any]) -> int:
@@ -459,12 +457,6 @@ def _is_plain(value: Any) -> bool:
     except UnsupportedTypeError:
         return False
     return True
-
-
-def _nodes(path: Path) -> list[str]:
-    """A path as nodes of a name; too many of them are joined to one."""
-    nodes = [str(node) or "_" for node in path]
-    return nodes if len(nodes) < 16 else [*nodes[:15], ".".join(nodes[15:])]
 
 
 def _tensors(value: Any, path: Path, depth: int = 0) -> Iterator[tuple[Path, StateTensor]]:

@@ -220,18 +220,6 @@ class _Interpreter:
             self.inside.add(id(value[0]))
             self.again.append((self.data[begin:end], value[0], made))
 
-    def value_of(self, key: str) -> None:
-        """Layers are alike: where the entry behind another key comes again, so does its value."""
-        self.memo.append(key)
-        self.at += 1
-        for data, value, made in self.again:
-            if self.data.startswith(data, self.at):
-                self.at += len(data)
-                self.stack.append(value)
-                self.memo += made
-                return
-        self.last = self.at, len(self.stack), len(self.below), len(self.memo)
-
     def integer(self, length: int) -> None:
         if length > _MOST_NUMBER_BYTES:
             raise ValueError(f"a number of {length} bytes")
@@ -243,14 +231,12 @@ class _Interpreter:
             raise IndexError("the stack is empty")
         del self.stack[len(self.stack) - count :]
         is_size = self.data.startswith(_REST_OF_SIZE, self.at) and self.stack[-1:] == [_SIZE]
-        if is_size and {*map(type, parts)} == {int}:
-            self.size(tuple(parts))
-        else:
+        if not is_size or {*map(type, parts)} != {int}:
             self.push(tuple(parts), parts)
-
-    def size(self, size: tuple[int, ...]) -> None:
-        """A tuple of numbers that `torch.Size` is called with comes back, as opcode by opcode."""
-        args, items, memo = (size,), len(size) + 1, self.memo
+            return
+        # What `torch.Size` is called with comes back: the same as opcode by opcode.
+        size, items, memo = tuple(parts), count + 1, self.memo
+        args = (size,)
         self.known[id(size)], self.known[id(args)] = (size, items, 1), (args, items + 2, 2)
         self.inside.add(id(size))
         self.called_with(items + 2, _SIZE.name)
@@ -422,8 +408,18 @@ def _short_text(it: _Interpreter) -> None:
     text = data[at + 1 : end].decode("utf-8", "surrogatepass")
     it.remember(at - 1)
     it.long(text, length)
-    if data[end] == _MEMOIZE:
-        it.value_of(text)
+    if data[end] != _MEMOIZE:
+        return
+    it.memo.append(text)
+    it.at = end + 1
+    # Layers are alike: where the entry behind another key comes again, so does its value.
+    for entry, value, made in it.again:
+        if data.startswith(entry, it.at):
+            it.at += len(entry)
+            it.stack.append(value)
+            it.memo += made
+            return
+    it.last = it.at, len(it.stack), len(it.below), len(it.memo)
 
 
 _STOP, _BUILD, _GET, _GET_LONG, _SMALL_NUMBER, _MEMOIZE = (*b".bhjK", 0x94)
