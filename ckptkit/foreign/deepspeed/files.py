@@ -49,11 +49,6 @@ class RankFiles:
     expert_optimizers: dict[int, str] = field(default_factory=dict)
     """By rank of expert parallelism."""
 
-    @property
-    def all(self) -> list[str]:
-        groups = [self.models, self.optimizers, *self.experts.values(), self.expert_optimizers]
-        return [key for group in groups for key in group.values()]
-
 
 @dataclass(slots=True)
 class TagFiles:
@@ -70,8 +65,11 @@ class TagFiles:
 
     @property
     def all(self) -> list[str]:
-        layers = [key for group in self.layers.values() for key in group.values()]
-        return [*(key for it in self.ranks.values() for key in it.all), *layers, *self.universal]
+        groups: list[dict[int, str]] = []
+        for it in self.ranks.values():
+            groups += [it.models, it.optimizers, *it.experts.values(), it.expert_optimizers]
+        groups += self.layers.values()
+        return [*(key for group in groups for key in group.values()), *self.universal]
 
 
 @dataclass(slots=True)
@@ -314,10 +312,6 @@ class RankPieces:
     @property
     def lengths(self) -> list[int]:
         return [weight.shape[0] for weight in self.weights]
-
-    def teams_of(self, shapes: int, world: int) -> Sequence[range]:
-        """Who has cut what is told with so many others before it: mostly all ranks."""
-        return self.teams[min(shapes, len(self.teams) - 1)] if self.teams else (range(world),)
 
 
 class ByRank(list[Any]):

@@ -179,10 +179,22 @@ class _Patterns:
         return any(self._fitting(self._info.get(key), key, name))
 
     def _fitting(self, patterns: Any, key: str, name: str) -> Iterator[str]:
-        """The patterns of a key that fit a name."""
+        """The patterns of a key that a name begins as. Only plain ones are tried: somebody else's
+        regular expression may take for ever.
+        """
         if not isinstance(patterns, (list, tuple, dict, NoneType)):
             raise FormatError("not a list of patterns", where=self._where, value=key)
-        yield from (each for each in patterns or () if _matches(each, name, self._where))
+        for pattern in patterns or ():
+            text = document.text(pattern, self._where)
+            repeats = re.findall(r"(?<!\\)[*+{]", text)
+            if len(repeats) > 3 or (repeats and (len(name) > 256 or re.search(r"\)[*+{?]", text))):
+                raise FormatError("a pattern that is not tried", where=self._where, value=text[:80])
+            try:
+                fits = re.match(text, name) is not None
+            except re.error as error:
+                raise FormatError("not a pattern", where=self._where, value=text[:80]) from error
+            if fits:
+                yield pattern
 
     def is_alike(self, name: str, parts: Sequence[Any]) -> bool:
         """Whether what is no parameter is the same on all ranks; FormatError where nobody knows."""
@@ -289,20 +301,6 @@ class _Patterns:
                     raise FormatError("not a width for each rank", where=where, value=found[:8])
                 return dim, found
         return None
-
-
-def _matches(pattern: Any, name: str, where: str) -> bool:
-    """Whether a name begins as a pattern of theirs says. Only plain ones are tried: somebody else's
-    regular expression may take for ever.
-    """
-    text = document.text(pattern, where)
-    repeats = re.findall(r"(?<!\\)[*+{]", text)
-    if len(repeats) > 3 or (repeats and (len(name) > 256 or re.search(r"\)[*+{?]", text))):
-        raise FormatError("a pattern that is not tried", where=where, value=text[:80])
-    try:
-        return re.match(text, name) is not None
-    except re.error as error:
-        raise FormatError("not a pattern", where=where, value=text[:80]) from error
 
 
 def _moved(

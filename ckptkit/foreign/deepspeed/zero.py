@@ -96,7 +96,11 @@ def read_zero(
                 hint="so DeepSpeed does by chance where layers have several `ep_size`: save again "
                 "in a job with PYTHONHASHSEED=0",
             )
-        if _text_of(piece.groups) != _text_of(pieces[0].groups):
+        options = [
+            [{k: v for k, v in it.items() if not isinstance(v, StateTensor)} for it in each.groups]
+            for each in (piece, pieces[0])
+        ]
+        if repr(options[0]) != repr(options[1]):
             raise FormatError(
                 "its options of the optimizer are not those of rank 0",
                 where=piece.where,
@@ -356,7 +360,9 @@ def _by_parameters(
     paddings: list[list[tuple[int, int, int]]] = [[] for _ in pieces]
     at = 0
     for number, names in enumerate(shapes):
-        teams = pieces[0].teams_of(number, len(pieces))
+        # Who has cut what: mostly all ranks; the last told holds for the rest.
+        told = pieces[0].teams
+        teams = told[min(number, len(told) - 1)] if told else (range(len(pieces)),)
         for name, shape in names.items():
             numel = math.prod(shape)
             part = -(-numel // len(teams[0]))
@@ -456,12 +462,6 @@ def _tensor(
         dtypes = {row.dtype.name: row.dtype for row in ranks[0][:1]}
     (dtype,) = dtypes.values()
     return StateTensor(parameter.shape, dtype, tuple(extents), identity=object(), is_flat=True)
-
-
-def _text_of(groups: Sequence[Mapping[str, Any]]) -> str:
-    return repr(
-        [{k: v for k, v in each.items() if not isinstance(v, StateTensor)} for each in groups]
-    )
 
 
 def _check_paddings(

@@ -64,7 +64,13 @@ def read_safetensors(folder: Folder) -> ForeignStep:
         for name, entry in header.items():
             if indexed is not None and indexed.get(name) != key:
                 continue  # the index counts: the file may be shared with another model
-            box = _box(sharding, name, entry, where)
+            # What DCP says in a shard of all that are in it: where in the whole tensor it is.
+            known = sharding.get(name) if isinstance(sharding, dict) else None
+            box = None
+            if known is not None:
+                offsets = known.get("saved_offsets") if isinstance(known, dict) else None
+                at = f"{where}: {name}"
+                box = Box(document.integers(offsets, at), document.integers(entry["shape"], at))
             parts.setdefault(name, []).append((key, entry, box))
     missing = sorted(set(indexed or ()) - parts.keys())
     if missing:
@@ -208,16 +214,6 @@ def _check_count(folder: Folder, files: Iterable[str]) -> None:
                 value=f"no {name}-{gone:0{len(count)}}-of-{count}.safetensors",
                 hint="copy the folder again, with its index",
             )
-
-
-def _box(sharding: Any, name: str, entry: Any, where: str) -> Box | None:
-    """Where in the whole tensor this one is, by what DCP says in a shard of all that are in it."""
-    known = sharding.get(name) if isinstance(sharding, dict) else None
-    if known is None:
-        return None
-    offsets = known.get("saved_offsets") if isinstance(known, dict) else None
-    at = f"{where}: {name}"
-    return Box(document.integers(offsets, at), document.integers(entry["shape"], at))
 
 
 def _array(
