@@ -243,7 +243,12 @@ class Exchange:
                 if mine.get(name) != spread and not layout.part(rank).is_empty:
                     what = f"there is no {name}, which other ranks have"
                     problems.setdefault(what, []).append(rank)
-        return plan, _told(problems, len(heard))
+        lines = []
+        for problem, ranks in problems.items():
+            who = f"rank {listed(ranks, _SHOWN)}: " if len(heard) > 1 else ""
+            lines.append(f"{who}{problem}")
+        more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        return plan, "\n".join(lines[:_SHOWN]) + more
 
 
 def _fill(held: LiveTensor, values: torch.Tensor) -> None:
@@ -253,11 +258,3 @@ def _fill(held: LiveTensor, values: torch.Tensor) -> None:
             return
         for there, here in indices(held.own, held.shape):
             held.local[here] = values[there].to(held.local.device)
-
-
-def _told(problems: Mapping[str, Sequence[int]], size: int) -> str:
-    lines = []
-    for problem, ranks in problems.items():
-        lines.append(f"rank {listed(ranks, _SHOWN)}: {problem}" if size > 1 else problem)
-    more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return "\n".join(lines[:_SHOWN]) + more

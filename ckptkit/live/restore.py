@@ -261,11 +261,13 @@ def _reason(told: Sequence[tuple[bool, bytes] | None]) -> tuple[bool, bytes] | N
     written.
     """
     found = [each for each in told if each is not None]
-
-    def weight(each: tuple[bool, bytes]) -> tuple[bool, bool]:
-        return each[0], Failure.heard(each[1]).kind != CorruptionError.__name__
-
-    return min(found, key=weight, default=None)
+    for is_damage, said in found:
+        if not is_damage:
+            return is_damage, said
+    for is_damage, said in found:
+        if Failure.heard(said).kind == CorruptionError.__name__:
+            return is_damage, said
+    return found[0] if found else None
 
 
 def check_whole(restored: Restored, damaged: Sequence[Damage]) -> None:

@@ -104,26 +104,19 @@ def resume(
             kept[key] = alike(shape, dtype, shape == own_shape)
         state[name] = completed(kept, made.get(there, {}), documents, there)
 
-    def renamed(group: Mapping[str, Any]) -> dict[str, Any]:
-        params = [name for there in group["params"] for name in ours.get(there, ())]
-        return {**group, "params": params}
-
-    return Resumed(
-        state,
-        arrays,
-        [
-            {
-                "kind": document["kind"],
-                "groups": [renamed(group) for group in document["groups"]],
-                "values": {
-                    name: value
-                    for there, value in document["values"].items()
-                    for name in ours.get(there, ())
-                },
-            }
-            for document in documents
-        ],
-    )
+    renamed: Documents = []
+    for document in documents:
+        groups = []
+        for group in document["groups"]:
+            params = [name for there in group["params"] for name in ours.get(there, ())]
+            groups.append({**group, "params": params})
+        values = {
+            name: value
+            for there, value in document["values"].items()
+            for name in ours.get(there, ())
+        }
+        renamed.append({"kind": document["kind"], "groups": groups, "values": values})
+    return Resumed(state, arrays, renamed)
 
 
 def completed(

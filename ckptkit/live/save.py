@@ -12,7 +12,6 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -340,15 +339,16 @@ def _sliced(
     one that cuts more than the first.
     """
     says_all = any(axis.kind in ("tp", "ep") for axis in topology.strategy.mesh.axes)
-
-    @cache
-    def by_rules(name: str, of: str | None, shape: tuple[int, ...]) -> Collection[int] | None:
-        found = (each.sliced(name, shape, of=of) for each in rules)
-        return next((dims for dims in found if dims is not None), None)
+    by_rules: dict[Hashable, Collection[int] | None] = {}  # layers are alike
 
     def sliced(held: LiveTensor) -> tuple[int, ...] | None:
         of = None if held.of is None else of_first_layer(held.of)
-        dims = by_rules(of_first_layer(held.name), of, held.shape)
+        name = of_first_layer(held.name)
+        kind = name, of, held.shape
+        if kind not in by_rules:
+            found = (each.sliced(name, held.shape, of=of) for each in rules)
+            by_rules[kind] = next((dims for dims in found if dims is not None), None)
+        dims = by_rules[kind]
         if dims is None and says_all:
             dims = {how.dim for how in held.placements.values() if isinstance(how, Shard | Strided)}
         # The first one sharded data parallelism may cut, whatever else does.
@@ -440,7 +440,7 @@ class LastSave:
     def __init__(self) -> None:
         self.plan: PackPlan | None = None
         self.basis: Basis | None = None
-        self.pool = _PoolOfOne()
+        self.pool = _PoolOfOne(limit=sys.maxsize)
         self._memory: torch.Tensor | None = None
 
     def hold(self, tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
@@ -490,9 +490,6 @@ class Basis(NamedTuple):
 
 class _PoolOfOne(BufferPool):
     """Keeps the last buffer, whatever its size, and never two: states grow by optimizer state."""
-
-    def __init__(self) -> None:
-        super().__init__(limit=sys.maxsize)
 
     def take(self, size: int, *, congruent_to: int = 0) -> AlignedBuffer:
         if not self.has(size, congruent_to=congruent_to):

@@ -86,7 +86,15 @@ class ShardedOptimizerState:
         if isinstance(self._adapter, FSDP1Optimizer):
             flat_parts = self._adapter.flat_parts
             self._parts |= flat_parts
-            entries = _outside(training.model.modules, flat_parts)
+            inside = {part.piece.holder for part in flat_parts.values()}
+            entries = []  # of those that lie in no flat one
+            for module in training.model.modules:
+                canonical = canonical_names(every_module(module))
+                entries += [
+                    ModelEntry(canonical(name), parameter, is_parameter=True)
+                    for name, parameter in module.named_parameters()
+                    if parameter not in inside and not isinstance(parameter, FlatParameter)
+                ]
         else:
             entries = [e for e in training.model.entries() if isinstance(e.value, nn.Parameter)]
         first = training.names(entries)
@@ -201,7 +209,16 @@ class ShardedOptimizerState:
         every rank raises and nothing has changed. What is no tensor, and steps that are counted
         in one, a flat parameter of FSDP1 has once: the last that it was given counts.
         """
-        problem, wholes, others = self._exchange.from_first(_offer(full))
+        # Rank 0 tells what is wrong with its state, the tensors, and the rest.
+        problem, wholes, others = "", dict[str, str](), State()
+        if full is None:
+            problem = "rank 0 has to pass the whole state; an empty one removes what there is"
+        elif any(isinstance(value, DTensor) for value in full.values()):
+            problem = "the state has DTensors; pass whole tensors: value.full_tensor()"
+        else:
+            wholes = {k: _whole(v.shape, v.dtype) for k, v in full.items() if torch.is_tensor(v)}
+            others = {key: value for key, value in full.items() if key not in wholes}
+        problem, wholes, others = self._exchange.from_first((problem, wholes, others))
         if problem:
             raise UsageError(problem, where=name)
         offered: State = wholes | others
@@ -323,32 +340,13 @@ class _OwnPart:
             self.adapter.state[self.parameter] |= values
 
 
-def _offer(full: Mapping[str, Any] | None) -> tuple[str, dict[str, str], State]:
-    """What rank 0 tells of its state: what is wrong with it, the tensors, the rest."""
-    if full is None:
-        return "rank 0 has to pass the whole state; an empty one removes what there is", {}, {}
-    if any(isinstance(value, DTensor) for value in full.values()):
-        return "the state has DTensors; pass whole tensors: value.full_tensor()", {}, {}
-    wholes = {k: _whole(v.shape, v.dtype) for k, v in full.items() if torch.is_tensor(v)}
-    return "", wholes, {key: value for key, value in full.items() if key not in wholes}
-
-
 def _whole(shape: Sequence[int], dtype: torch.dtype) -> str:
     """What rank 0 says of a tensor before it hands it out."""
     return f"{dtype} {tuple(shape)}"
 
 
-class _Parameters(nn.Module):
-    """Parameters by name, as if they were a model's."""
-
-    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
-        # Not by register_parameter, which takes no dots.
-        self._parameters.update(named)
-
-
-def _given(model: object) -> _Parameters | None:
-    """Parameters that were passed instead of a model; None where it is one."""
+def _given(model: object) -> nn.Module | None:
+    """Parameters that were passed instead of a model, as one; None where it is a model."""
     if isinstance(model, nn.Parameter):
         model = [model]
     if isinstance(model, Mapping):
@@ -365,20 +363,9 @@ def _given(model: object) -> _Parameters | None:
         raise UnsupportedTypeError(
             "a flat parameter of FSDP1 does not say how it is cut", hint="pass its model"
         )
-    return _Parameters(dict(model))
-
-
-def _outside(modules: Sequence[nn.Module], flat: Mapping[str, FlatPart]) -> list[ModelEntry]:
-    """The parameters of FSDP1 models that lie in no flat one."""
-    inside = {part.piece.holder for part in flat.values()}
-    found = []
-    for module in modules:
-        canonical = canonical_names(every_module(module))
-        found += [
-            ModelEntry(canonical(name), parameter, is_parameter=True)
-            for name, parameter in module.named_parameters()
-            if parameter not in inside and not isinstance(parameter, FlatParameter)
-        ]
+    found = nn.Module()
+    # Not by register_parameter, which takes no dots.
+    found._parameters.update(dict(model))
     return found
 
 

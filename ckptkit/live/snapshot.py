@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError, UsageError
-from ckptkit.format.names import ALIKE, WRAPPED, join
+from ckptkit.format.names import ALIKE, DATA_RANK, WRAPPED, join
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.entries import (
     Line,
@@ -25,7 +25,7 @@ from ckptkit.live.state.entries import (
     kind_of,
     mesh_lines,
 )
-from ckptkit.live.state.extra import DataRanks
+from ckptkit.live.state.extra import data_rank
 from ckptkit.live.state.parts import (
     HandCuts,
     HowCut,
@@ -156,8 +156,10 @@ def take_snapshot(
     objects |= collector.compared
     says_all = training.model is not None or mesh is not None or world.size == 1
     spread = topology.strategy if says_all else None
-    data = DataRanks(world.rank, world.size, spread, spread)
-    objects |= {n: data.kept(v.value) for n, v in objects.items() if isinstance(v, PerDataRank)}
+    share = data_rank(spread, world.rank)
+    for group, value in objects.items():
+        if isinstance(value, PerDataRank):
+            objects[group] = PerRank({DATA_RANK: [*share, value.value]})
     closed = (PerRank, PerDataRank, Replicated)
     return Snapshot(
         topology=topology,
@@ -342,8 +344,8 @@ class Collector:
         self._are_plain = are_plain
         self._stage = _NOT_CUT
         if staged and topology.pipeline is not None:
-            axis = topology.strategy.mesh.axes[topology.pipeline]
-            self._stage = {axis.name: Stage(topology.stage)}
+            mesh, at = topology.strategy.mesh, topology.pipeline
+            self._stage = {mesh.axes[at].name: Stage(mesh.coords(topology.rank)[at])}
         self._seen: dict[int, str] = {}
         self._locals: dict[str, tuple[int, ...]] = {}
         self._is_cut: dict[str, bool] = {}

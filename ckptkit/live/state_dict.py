@@ -139,7 +139,13 @@ def _nested(
     patterns: tuple[str, ...] | None,
 ) -> dict[str, Any]:
     """Objects with the tensors that they refer to, and what they do not refer to beside them."""
-    wrapped = {name: _inner_keys(name, made) for name, made in in_group(WRAPPED, objects).items()}
+    wrapped: dict[str, list[str]] = {}  # by name the parts of tensors that are made of others
+    for name, record in in_group(WRAPPED, objects).items():
+        inside = record.get("inner") if isinstance(record, dict) else None
+        if not isinstance(inside, list) or not all(isinstance(key, str) for key in inside):
+            where = f"objects.{WRAPPED}/{name}"
+            raise FormatError("not what a save writes", where=where, value=record)
+        wrapped[name] = inside
     placed: set[str] = set()
 
     def tensor_of(name: str) -> Any:
@@ -148,9 +154,6 @@ def _nested(
             return _without_gone(parts) or _GONE
         placed.add(name)
         return tensors.get(name, _GONE)
-
-    def filled(tree: Any, where: str) -> Any:
-        return _without_gone(put_tensors(tree, tensor_of, where))
 
     found: dict[str, Any] = {}
     for name, value in objects.items():
@@ -163,9 +166,9 @@ def _nested(
         elif name == OPTIMIZER:
             has_some = any(each.startswith(f"{OPTIMIZER}/") for each in tensors)
             if has_some or _takes(patterns, name):
-                found[name] = _optimizer(value, filled)
+                found[name] = _optimizer(value, tensor_of)
         elif _takes(patterns, name) or any(each in tensors for each in arrays_in(value, name)):
-            found[name] = filled(value, name)
+            found[name] = _without_gone(put_tensors(value, tensor_of, name))
     for name in tensors.keys() - placed:
         *above, last = _path(name, wrapped)
         at = found
@@ -179,15 +182,7 @@ def _nested(
     return found
 
 
-def _inner_keys(name: str, record: Any) -> list[str]:
-    """The parts of a tensor that is made of others."""
-    found = record.get("inner") if isinstance(record, dict) else None
-    if not isinstance(found, list) or not all(isinstance(key, str) for key in found):
-        raise FormatError("not what a save writes", where=f"objects.{WRAPPED}/{name}", value=record)
-    return found
-
-
-def _optimizer(documents: Any, filled: Callable[[Any, str], Any]) -> dict[str, Any]:
+def _optimizer(documents: Any, tensor_of: Callable[[str], Any]) -> dict[str, Any]:
     """As torch's `get_optimizer_state_dict` has it: all optimizers together, by names."""
     where = f"objects.{OPTIMIZER}"
     found: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -196,7 +191,7 @@ def _optimizer(documents: Any, filled: Callable[[Any, str], Any]) -> dict[str, A
             for group in document["groups"]:
                 found["param_groups"].append({"params": group["params"], **group["options"]})
             for parameter, values in document["values"].items():
-                found["state"][parameter] = filled(values, where)
+                found["state"][parameter] = _without_gone(put_tensors(values, tensor_of, where))
     except (TypeError, KeyError, AttributeError) as error:
         raise FormatError("not what a save writes", where=where, value=documents) from error
     return found

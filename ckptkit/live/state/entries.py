@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -235,11 +234,18 @@ def canonical_names(submodules: Sequence[nn.Module]) -> Callable[[str], str]:
 
     The wrappers whose hooks leave themselves out of a state dict are known too.
     """
+    # By the type, of which there are few: some wrappers are abstract, and take long to say what
+    # they are no instance of.
+    wrappers = {
+        kind: inner
+        for kind in set(map(type, submodules))
+        for wrapper, inner in _WRAPPERS
+        if issubclass(kind, wrapper)
+    }
     wrapped: dict[nn.Module, str] = {}
     for each in submodules:
-        # By the type: some wrappers are abstract, and take long to say what they are no instance
-        # of. A compiled module is known by what it keeps: its class loads the compiler.
-        if inner := _wrapped_at(type(each)):  # type: ignore[arg-type]
+        # A compiled module is known by what it keeps: its class loads the compiler.
+        if inner := wrappers.get(type(each)):
             wrapped[each] = inner
         elif _COMPILED in each._modules:
             wrapped[each] = _COMPILED
@@ -273,12 +279,6 @@ def every_module(module: nn.Module) -> list[nn.Module]:
             found[each] = None
             left += [inner for inner in reversed(each._modules.values()) if inner is not None]
     return list(found)
-
-
-@lru_cache(maxsize=256)
-def _wrapped_at(kind: type[nn.Module]) -> str | None:
-    """The attribute at which modules of a type keep what they wrap."""
-    return next((inner for wrapper, inner in _WRAPPERS if issubclass(kind, wrapper)), None)
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.format.encoding import dumps
 from ckptkit.format.names import DATA_RANK
-from ckptkit.format.objects import ObjectInfo, PerRank, share_of, total
+from ckptkit.format.objects import ObjectInfo, share_of, total
 from ckptkit.model import Strategy
 
 # Ranks that differ along these read data of their own, and so do those that experts are spread
@@ -40,10 +40,6 @@ class DataRanks:
     """None where neither a model nor a mesh says how the job is spread."""
     saved: Strategy | None
     """None for a step that was resharded since."""
-
-    def kept(self, value: Any) -> PerRank:
-        """A value of this rank's share as a step has it."""
-        return PerRank({DATA_RANK: [*data_rank(self.here, self.rank), value]})
 
     def find(self, item: ObjectInfo) -> Any:
         """What belongs to the share of this rank; an error where nothing does for sure."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.checkpoint.rules_file import RulesLike, load_rules
 from ckptkit.errors import LayoutError, RulesError, UnsupportedTypeError
 from ckptkit.format.names import OPTIMIZER, inner_name, join, split
-from ckptkit.live.state.tensors import dtype_name, same_bits
+from ckptkit.live.state.tensors import bytes_of, dtype_name
 from ckptkit.live.state.topology import Topology
 from ckptkit.model import Box, Owner, Part, Placement, Replicate, Shard, Strided, parse_placement
 from ckptkit.model.document import located
@@ -77,12 +77,14 @@ class LiveTensor(NamedTuple):
             return self
         whole = self.tensor.full_tensor().detach()
         # Torch knows strided pieces that differ in size by more than one way of counting.
-        if not all(same_bits(whole[a], self.local[b]) for a, b in indices(self.own, self.shape)):
-            raise LayoutError(
-                "torch gathers this DTensor to something else than what its rank holds",
-                where=self.name,
-                value=str(self.tensor.placements),
-            )
+        for there, here in indices(self.own, self.shape):
+            # As bytes: NaNs and signs of zeros count too.
+            if not torch.equal(bytes_of(whole[there]), bytes_of(self.local[here])):
+                raise LayoutError(
+                    "torch gathers this DTensor to something else than what its rank holds",
+                    where=self.name,
+                    value=str(self.tensor.placements),
+                )
         part = topology.part(self.name, self.shape, self.placements)
         local = torch.empty(part.shape, dtype=whole.dtype)
         for there, here in indices(part, self.shape):

@@ -422,8 +422,8 @@ def put_together(
     mine, values = frozenset(names), values or {}
     if not kinds & {"pp", "zero1"} or ranks.world_size == 1:
         return Agreement(_merged([optimizers]), frozenset(), mine, values)
-    own = topology.stage
     coords = topology.strategy.mesh.coords(topology.rank)
+    own = 0 if topology.pipeline is None else coords[topology.pipeline]
     place = [coord for axis, coord in enumerate(coords) if axis != topology.pipeline]
     spoken = {"stage": own, "names": sorted(mine), "optimizers": optimizers, "values": values}
     if any(place):

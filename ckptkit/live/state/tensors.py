@@ -149,11 +149,6 @@ def checksum_of(bits: npt.NDArray[Any]) -> int:
     return int(isal_zlib.crc32(np.ascontiguousarray(bits)))
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same, NaNs and signs of zeros too."""
-    return torch.equal(bytes_of(one), bytes_of(other))
-
-
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a plain tensor, row by row, which every backend carries; the same memory where
     it is dense.
@@ -235,13 +230,6 @@ def parts_of_tensor(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {}
     names, _ = local.__tensor_flatten__()
     return {name: getattr(local, name) for name in names}
-
-
-def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and the cut of one that is made of others, with elements of its own."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    made = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-    return spread_as(made, tensor._spec) if isinstance(tensor, DTensor) else made
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:

@@ -81,7 +81,16 @@ class Topology:
         chosen = list(lines)
         along = _axes_of([line for line in chosen if line.size > 1], world_size)
         taken = {line.kind for line in along}
-        along += [line for line in _singles(chosen) if line.kind not in taken]
+        # One axis for each kind whose line is one rank here, and for all that shard together.
+        singles: dict[str, Line] = {}
+        for line in chosen:
+            if line.size == 1:
+                kind = "shard" if line.kind in ("fsdp", "zero1", "zero2", "zero3") else line.kind
+                first = singles.get(kind)
+                if first is None or _says(line) < _says(first):
+                    named = line.name or (first.name if first else "")
+                    singles[kind] = replace(line, name=named)
+        along += [line for line in singles.values() if line.kind not in taken]
         axes: list[Axis] = []
         for line in along:
             kind = "pp" if line.kind == "ddp" and kind_of(line.name) == "pp" else line.kind
@@ -110,12 +119,6 @@ class Topology:
         """The place of the pipeline axis, where there is one of more than one rank."""
         axes = enumerate(self.strategy.mesh.axes)
         return next((at for at, axis in axes if axis.kind == "pp" and axis.size > 1), None)
-
-    @property
-    def stage(self) -> int:
-        """Which stage of the pipeline this rank has; 0 where there is no pipeline."""
-        at = self.pipeline
-        return 0 if at is None else self.strategy.mesh.coords(self.rank)[at]
 
     def part(self, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> Part:
         """What this rank holds of a tensor that the axes cut so; replicated along the others."""
@@ -241,19 +244,6 @@ def _axes_of(lines: list[Line], world_size: int) -> list[Line]:
 def _says(line: Line) -> tuple[int, bool]:
     """The smaller, the more a line says."""
     return _PRECEDENCE.index(line.kind), line.is_assumed
-
-
-def _singles(lines: list[Line]) -> list[Line]:
-    """One line for each kind whose line is one rank here, and for all that shard together."""
-    singles: dict[str, Line] = {}
-    for line in lines:
-        if line.size == 1:
-            kind = "shard" if line.kind in ("fsdp", "zero1", "zero2", "zero3") else line.kind
-            known = singles.get(kind)
-            if known is None or _says(line) < _says(known):
-                named = line.name or (known.name if known else "")
-                singles[kind] = replace(line, name=named)
-    return list(singles.values())
 
 
 @lru_cache(maxsize=4096)

@@ -66,10 +66,6 @@ class FlatSlice:
         """Its elements in a tensor that is kept for its holder."""
         return value.view(-1) if self.is_view else value[self.at : self.at + self.count]
 
-    def of_elements(self, elements: torch.Tensor) -> torch.Tensor:
-        """All elements, in the order of memory, in its shape."""
-        return elements.as_strided(self.shape, self.stride)
-
     def elements_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The elements of a value of its shape, in the order of memory."""
         ordered = torch.empty_strided(
@@ -119,7 +115,7 @@ class Flat:
         """
         wanted = [piece for piece in self.slices if piece.name in names]
         if self.group is None:
-            return {piece.name: piece.of_elements(elements[piece.name]) for piece in wanted}
+            return {p.name: elements[p.name].as_strided(p.shape, p.stride) for p in wanted}
         size, rank = self.group.size(), self.group.rank()
         shard = torch.zeros(self.shard_size, dtype=dtype, device=self.device)
         for piece in wanted:
@@ -128,7 +124,8 @@ class Flat:
         whole = of_all_ranks(shard, self.group)
         found = {}
         for piece in wanted:
-            full = piece.of_elements(whole[piece.start : piece.start + piece.size])
+            own = whole[piece.start : piece.start + piece.size]
+            full = own.as_strided(piece.shape, piece.stride)
             # In host memory: a second copy of an optimizer's state may not fit beside the first.
             found[piece.name] = rows_of(full, rank, size).to("cpu", copy=True)
         return found
@@ -182,12 +179,6 @@ def flats_of(module: nn.Module) -> list[Flat]:
     joined: JoinedMeshes = {}
     units = FullyShardedDataParallel.fsdp_modules(module)
     return [_flat(unit, joined, names) for unit in units if unit._handle is not None]
-
-
-def cut_before(submodules: Sequence[nn.Module]) -> list[DTensorSpec]:
-    """How tensor parallelism has cut what FSDP1 has made flat."""
-    flat = [unit._handle.flat_param for unit in fsdp1_units(submodules) if unit._handle is not None]
-    return [spec for each in flat for spec in each._param_extensions if spec is not None]
 
 
 def cut_further(

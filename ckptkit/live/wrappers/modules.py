@@ -36,7 +36,7 @@ from ckptkit.live.state.entries import (
     state_of,
 )
 from ckptkit.live.state.tensors import as_spread, dtype_name
-from ckptkit.live.wrappers.flat import cut_before
+from ckptkit.live.wrappers.flat import fsdp1_units
 
 Buffers: TypeAlias = dict[str, torch.Tensor | None]
 
@@ -99,7 +99,13 @@ class Submodules(list[nn.Module]):
         found = [as_spread(each, each) for each in dict.fromkeys(self.tensors)]
         # Gathered, those that are flat in FSDP1 are DTensors again.
         own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
-        return [tensor._spec for tensor in own] + cut_before(self)
+        specs = [tensor._spec for tensor in own]
+        for unit in fsdp1_units(self):
+            # How tensor parallelism has cut what is flat now.
+            if unit._handle is not None:
+                before = unit._handle.flat_param._param_extensions
+                specs += [spec for spec in before if spec is not None]
+        return specs
 
     @cached_property
     def param_groups(self) -> list[Any]:

@@ -27,7 +27,7 @@ from ckptkit.live.state.entries import (
     StateMismatchError,
     line_of,
 )
-from ckptkit.live.state.tensors import as_plain, as_spread, parts_of_tensor
+from ckptkit.live.state.tensors import as_spread, local_of, parts_of_tensor, spread_as
 from ckptkit.live.state.trees import arrays_in, no_tensor, put_tensors, take_tensors
 
 
@@ -109,8 +109,16 @@ class PlainOptimizer:
         """
         mine = [(p, _name_of(names, p)) for p in self.parameters() if self.keeps(p)]
         known = {p: saved[name] for p, name in mine if name in saved}
-        # Of most there is what is to be filled, and nothing else.
-        left = {p: kept for p, kept in known.items() if not self._has_just(p, kept)}
+        left = {}
+        for parameter, kept in known.items():
+            # Of most there is what is to be filled, and nothing else.
+            state = self.state.get(parameter, {})
+            has_just = len(kept) == len(state) > 0 and all(
+                isinstance(kept.get(key), Saved) and _is_as(value, kept[key])
+                for key, value in state.items()
+            )
+            if not has_just:
+                left[parameter] = kept
         for parameter, kept in left.items():
             self._drop(parameter, kept)
         if any(self._needs_a_step(parameter, kept) for parameter, kept in left.items()):
@@ -165,14 +173,6 @@ class PlainOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def _has_just(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> bool:
-        """Whether the state of a parameter is tensors that can take over what is kept."""
-        state = self.state.get(parameter, {})
-        return len(kept) == len(state) > 0 and all(
-            isinstance(kept.get(key), Saved) and _is_as(value, kept[key])
-            for key, value in state.items()
-        )
-
     def _drop(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> None:
         """Forget what the checkpoint does not have, or has otherwise."""
         state = self.state.get(parameter, {})
@@ -220,8 +220,13 @@ class PlainOptimizer:
 
     def _empty(self, parameter: nn.Parameter, item: Saved) -> torch.Tensor:
         if item.is_like_parameter:
-            # Of a parameter that is made of others torch would make another such.
-            like = as_plain(parameter) if parts_of_tensor(parameter) else parameter
+            like: torch.Tensor = parameter
+            if parts_of_tensor(parameter):
+                # Of one that is made of others torch would make another such.
+                local = local_of(parameter)
+                like = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+                if isinstance(parameter, DTensor):
+                    like = spread_as(like, parameter._spec)
             return torch.empty_like(like, dtype=item.dtype, requires_grad=False)
         if item.shape:
             return torch.empty(item.shape, dtype=item.dtype, device=parameter.device)
