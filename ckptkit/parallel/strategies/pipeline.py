@@ -444,7 +444,29 @@ class StagePipeline:
         self, loss_function: LossFunction, inputs: tuple[Any, ...], targets: Any
     ) -> list[torch.Tensor]:
         """Forward and backward of a batch; the losses of its micro-batches on the last stage."""
-        self._check(inputs, targets)
+        # Torch would cut these into micro-batches of different sizes, and then hang.
+        if not torch.is_tensor(targets):
+            raise UsageError(
+                "the targets of a pipeline are one tensor",
+                value=type(targets).__name__,
+                hint="put them together, and let loss_fn take them apart",
+            )
+        shapes = [tuple(tensor.shape) for tensor in tensors_of((inputs, targets))]
+        for shape in shapes:
+            if not shape or not shape[0] or shape[0] % self._count:
+                raise UsageError(
+                    f"a batch that {self._count} micro-batches cannot share evenly",
+                    value=shape,
+                    hint="choose microbatches= that divides the first dim",
+                )
+        # Neighbours do not expect others: torch would end the process.
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            raise UsageError(
+                "batches of a pipeline have the same shape in every step",
+                value=f"{shapes}, before {self._shapes}",
+                hint="leave out the last batch of a pass over the data, or fill it up",
+            )
         self._loss_function = loss_function
         self._losses.clear()
         given = inputs if any(stage.is_first for stage in self.stages) else ()
@@ -465,29 +487,3 @@ class StagePipeline:
         loss = self._loss_function(outputs, targets)
         self._losses.append(loss.detach())
         return loss / self._count
-
-    def _check(self, inputs: tuple[Any, ...], targets: Any) -> None:
-        """Refuse what torch would cut into micro-batches of different sizes, and then hang; and
-        what neighbours do not expect, for which it would end the process.
-        """
-        if not torch.is_tensor(targets):
-            raise UsageError(
-                "the targets of a pipeline are one tensor",
-                value=type(targets).__name__,
-                hint="put them together, and let loss_fn take them apart",
-            )
-        shapes = [tuple(tensor.shape) for tensor in tensors_of((inputs, targets))]
-        for shape in shapes:
-            if not shape or not shape[0] or shape[0] % self._count:
-                raise UsageError(
-                    f"a batch that {self._count} micro-batches cannot share evenly",
-                    value=shape,
-                    hint="choose microbatches= that divides the first dim",
-                )
-        self._shapes = self._shapes or shapes
-        if shapes != self._shapes:
-            raise UsageError(
-                "batches of a pipeline have the same shape in every step",
-                value=f"{shapes}, before {self._shapes}",
-                hint="leave out the last batch of a pass over the data, or fill it up",
-            )
