@@ -202,12 +202,8 @@ def in_ddp(
     return wrapped
 
 
-class _Sum(nn.Module):
+class _Sum(nn.Sequential):
     """Stands for a model, and uses each of its parameters without running it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, _: None) -> torch.Tensor:
         """One number, whose gradients all parameters get."""

@@ -323,9 +323,20 @@ class Distributed:
         `ckptkit.live.load`. What was left unsent is kept by the same compression only; a step that
         was saved without any loads too, and then nothing is left unsent.
         """
-        state = self.state
-        if self.compression is not None and not has_residuals(location, options):
-            del state["state"]
+        state, stored = self.state, options.get("storage_options")
+
+        def has_residuals() -> bool:
+            try:
+                with open_checkpoint(location, storage_options=stored) as checkpoint:
+                    return any(item.name == _RESIDUALS for item in checkpoint.manifest.objects)
+            except CkptkitError:
+                return True  # the load itself says what is wrong
+
+        if self.compression is not None:
+            with all_ranks("residuals", options.get("timeout", DEFAULT_TIMEOUT)) as ranks:
+                found = ranks.share(has_residuals)  # as rank 0 sees it
+            if not found:
+                del state["state"]
         return load(location, mesh=self.mesh, **_with_own(state, options), **options)
 
     def full_state_dict(self) -> dict[str, Any] | None:
@@ -381,7 +392,8 @@ def _norm_of_all(
         if gradient.is_complex():
             gradient = torch.view_as_real(gradient.resolve_conj())
         # In 32 bits at least: in 16, squares overflow, or lose most of their digits.
-        norm = torch.linalg.vector_norm(gradient, dtype=_widest([gradient]))
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        norm = torch.linalg.vector_norm(gradient, dtype=wide)
         square += norm.double().square().to(device)
     for groups, square in by_groups.items():
         for group in groups:
@@ -389,12 +401,8 @@ def _norm_of_all(
         total += square
     for group in stages:
         dist.all_reduce(total, group=group)
-    return total.sqrt().to(_widest(trained))
-
-
-def _widest(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    is_wide = any(tensor.dtype in _WIDE for tensor in tensors)
-    return torch.float64 if is_wide else torch.float32
+    is_wide = any(parameter.dtype in _WIDE for parameter in trained)
+    return total.sqrt().to(torch.float64 if is_wide else torch.float32)
 
 
 class _Residuals:
@@ -412,21 +420,6 @@ class _Residuals:
             )
             return
         self._compression.load_state_dict(state)
-
-
-def has_residuals(location: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
-    """Whether a step has what a compression left unsent, as rank 0 sees it."""
-
-    def look() -> bool:
-        try:
-            stored = options.get("storage_options")
-            with open_checkpoint(location, storage_options=stored) as checkpoint:
-                return any(item.name == _RESIDUALS for item in checkpoint.manifest.objects)
-        except CkptkitError:
-            return True  # the load itself says what is wrong
-
-    with all_ranks("residuals", options.get("timeout", DEFAULT_TIMEOUT)) as ranks:
-        return bool(ranks.share(look))
 
 
 def all_ranks(what: str, timeout: float = DEFAULT_TIMEOUT) -> AbstractContextManager[Ranks]:

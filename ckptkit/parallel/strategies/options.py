@@ -87,7 +87,17 @@ class StrategyOptions:
         given: dict[str, Any] = {n: value for n, value in choices.items() if value is not None}
         schedule, stages_per_rank = schedule_of(given.pop("schedule", None))
         microbatches = microbatches_of(given.pop("microbatches", None), strategy, schedule)
-        precision = precision_of(given.pop("mixed_precision", None))
+        precision = given.pop("mixed_precision", None)
+        if isinstance(precision, str):
+            precision = _DTYPES.get(precision, precision)
+        is_policy = isinstance(precision, MixedPrecisionPolicy)
+        if precision is not None and not is_policy and precision not in _DTYPES.values():
+            raise UsageError(
+                "no precision",
+                where="mixed_precision",
+                value=precision,
+                hint='write "bf16" or "fp16"',
+            )
         if "group_below" in given:  # 0 gathers each module alone
             below = given["group_below"]
             given["group_below"] = 1 if below in (0, "0") else parse_size(below)
@@ -245,19 +255,6 @@ def check_step(kind: type[Optimizer]) -> None:
             value=kind.__name__,
             hint="choose one that needs gradients only, such as torch.optim.AdamW",
         )
-
-
-def precision_of(what: object) -> Precision | None:
-    """The dtype of a name such as `bf16`, or a policy of `fully_shard`."""
-    if what is None or isinstance(what, MixedPrecisionPolicy):
-        return what
-    if isinstance(what, torch.dtype) and what in _DTYPES.values():
-        return what
-    if isinstance(what, str) and what in _DTYPES:
-        return _DTYPES[what]
-    raise UsageError(
-        "no precision", where="mixed_precision", value=what, hint='write "bf16" or "fp16"'
-    )
 
 
 def schedule_of(what: str | None) -> tuple[str, int]:
