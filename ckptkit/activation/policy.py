@@ -313,7 +313,8 @@ class Search:
         self._costs = costs
         self._budget = budget
         self._every = frozenset(range(len(costs.blocks)))
-        self.chosen = self._choice(budget)
+        chosen = choose(costs, budget)
+        self.chosen = self._every if chosen is None else chosen
         self.tried: dict[frozenset[int], int] = {}
         """The peak that each choice was measured to have."""
         self.best: frozenset[int] | None = None
@@ -330,16 +331,13 @@ class Search:
         if peak <= self._budget and seconds < self._seconds:
             self.best, self._seconds = self.chosen, seconds
         mistake = peak_of(self._costs, self.chosen) - peak
-        following = self._choice(self._budget + mistake)
-        if self.best is None and len(self.tried) == _ROUNDS - 1:
-            # One round is left: nobody may say that nothing fits before this was tried.
+        following = choose(self._costs, self._budget + mistake)
+        # With one round left: nobody may say that nothing fits before this was tried.
+        is_last = self.best is None and len(self.tried) == _ROUNDS - 1
+        if following is None or is_last:
             following = self._every
         self.is_done = following in self.tried
         self.chosen = following if self.best is None or not self.is_done else self.best
-
-    def _choice(self, limit: int) -> frozenset[int]:
-        numbers = choose(self._costs, limit)
-        return self._every if numbers is None else numbers
 
 
 def peak_of(costs: Costs, chosen: Collection[int]) -> int:

@@ -211,25 +211,22 @@ class Streams:
             with self._lock:
                 found = self._selector.select(0) if self._selector.get_map() else []
                 for key, _ in found:
-                    self._read(key)
+                    try:
+                        data = os.read(key.fd, 65536)
+                    except BlockingIOError:
+                        continue
+                    if not data:
+                        self._end(key)
+                        continue
+                    *lines, rest = (self._rest[key.fd] + data).split(b"\n")
+                    if len(rest) > _LONGEST:
+                        lines, rest = [*lines, rest], b""
+                    self._rest[key.fd] = rest
+                    for line in lines:
+                        self._hand_over(key, line)
             ready = bool(found)
             if not ready:
                 self._idle.set()
-
-    def _read(self, key: selectors.SelectorKey) -> None:
-        try:
-            data = os.read(key.fd, 65536)
-        except BlockingIOError:
-            return
-        if not data:
-            self._end(key)
-            return
-        *lines, rest = (self._rest[key.fd] + data).split(b"\n")
-        if len(rest) > _LONGEST:
-            lines, rest = [*lines, rest], b""
-        self._rest[key.fd] = rest
-        for line in lines:
-            self._hand_over(key, line)
 
     def _end(self, key: selectors.SelectorKey) -> None:
         self._selector.unregister(key.fd)

@@ -431,7 +431,8 @@ class OverSocket:
         )
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._ask("push", [None if each is None else each.detach() for each in gradients])
+        with self._talking():
+            tell(self._pipe, ["push", [None if g is None else g.detach() for g in gradients]])
 
     def end_push(self) -> Any:
         with self._talking():
@@ -448,12 +449,9 @@ class OverSocket:
         self._pipe.close()
 
     def _asked(self, what: str, *given: Any) -> Any:
-        self._ask(what, *given)
-        return self.end_push()
-
-    def _ask(self, what: str, *given: Any) -> None:
         with self._talking():
             tell(self._pipe, [what, *given])
+        return self.end_push()
 
     @contextmanager
     def _talking(self) -> Iterator[None]:

@@ -128,33 +128,30 @@ class ElasticTraining:
         self._timeout = timeout
         folder = folder_in_memory(checkpointer.location) if replicas == "auto" else replicas
         self._replicas = None if folder is None else replicas_in(folder, self._world, timeout)
-        self._step, self._saved, self._job = 0, -1, ""
+        self.step = 0
+        """How many steps have been done."""
+        self._saved, self._job = -1, ""
         self._reference = reference or ranks
         self._begin(rule_of(rule))
-
-    @property
-    def step(self) -> int:
-        """How many steps have been done."""
-        return self._step
 
     def steps(self, last: int) -> Iterator[Step]:
         """The steps that are left up to a number; what each has changed is saved after it."""
         rank, ranks = self._world.rank, self._world.size
-        while self._step < last:
+        while self.step < last:
             samples = self._sampler.share(self._count, rank, ranks)
-            yield Step(self._step + 1, samples, len(samples) * ranks / self._count)
+            yield Step(self.step + 1, samples, len(samples) * ranks / self._count)
             # Only what has been done counts: the loop may be left in the middle of a step.
             self._sampler.advance(self._count)
-            self._step += 1
-            if self._step % self._save_every == 0:
+            self.step += 1
+            if self.step % self._save_every == 0:
                 self._save(self._checkpointer)
-            elif self._replicas is not None and self._step % self._replicate_every == 0:
+            elif self._replicas is not None and self.step % self._replicate_every == 0:
                 self._save(self._replicas)
 
     def close(self) -> None:
         """Save the last step, and free the memory of replicas."""
         self._checkpointer.wait()
-        if self._saved < self._step:
+        if self._saved < self.step:
             self._save(self._checkpointer)
             self._checkpointer.wait()
         if self._replicas is not None:
@@ -214,13 +211,13 @@ class ElasticTraining:
                 self._job = ranks.share(lambda: secrets.token_hex(8))
         else:
             document = restored.extra[_DOCUMENT]
-            self._step = self._saved = restored.step
+            self.step = self._saved = restored.step
             self._job, self._reference = document["job"], document["reference"]
             self._sampler.load_state_dict(document["sampler"])
             if document["ranks"] == self._world.size:
                 set_rng_state(restored.extra["rng"])
             else:  # not what they began with, and not the same on two ranks
-                torch.manual_seed(seed_of(self._step, self._world.rank))
+                torch.manual_seed(seed_of(self.step, self._world.rank))
             # What was restored has been multiplied already, for the ranks that there were.
             before = rule(document["ranks"] / self._reference)
         factor = rule(self._world.size / self._reference) / before
@@ -264,9 +261,9 @@ class ElasticTraining:
             "sampler": self._sampler.state_dict(),
         }
         extra = {_DOCUMENT: document, "rng": PerRank(rng_state())}
-        saved = checkpointer.save(self._step, **self._parts, extra=extra)  # type: ignore[arg-type]
+        saved = checkpointer.save(self.step, **self._parts, extra=extra)  # type: ignore[arg-type]
         if saved and checkpointer is self._checkpointer:
-            self._saved = self._step
+            self._saved = self.step
 
     def _meeting(self) -> AbstractContextManager[Ranks]:
         return meeting(self._world, "elastic", self._timeout, "the training does not go on")
