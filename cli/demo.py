@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -110,25 +111,25 @@ def demo(ctx: click.Context, folder: Path | None) -> Reply:
     return Reply(document, code=OK if ok else CORRUPT)
 
 
+@dataclass
 class Performance:
     """Where the acts are played: what is said, and what came of the commands and checks."""
 
-    def __init__(self, program: click.Command, *, quiet: bool) -> None:
-        self.commands: list[dict[str, Any]] = []
-        self.checks: list[dict[str, Any]] = []
-        self._program = program
-        self._quiet = quiet
+    program: click.Command
+    quiet: bool
+    commands: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
 
     def say(self, text: str) -> None:
-        if not self._quiet:
+        if not self.quiet:
             emit(text.split("\n"))
 
     def ckpt(self, *arguments: str) -> int:
         """Show a command, and run it; returns its exit code."""
         line = shlex.join(["ckpt", *arguments])
         self.say(f"$ {line}")
-        with contextlib.redirect_stdout(io.StringIO()) if self._quiet else contextlib.nullcontext():
-            code: int = self._program.main(list(arguments), standalone_mode=False)
+        with contextlib.redirect_stdout(io.StringIO()) if self.quiet else contextlib.nullcontext():
+            code: int = self.program.main(list(arguments), standalone_mode=False)
         self.say("")
         self.commands.append({"command": line, "exit": code})
         return code

@@ -295,8 +295,24 @@ class Bar:
         self._count(nbytes)
         with self._lock:
             if self._wanted and self._shown is None and time.monotonic() - self._begun > PATIENCE:
-                self._shown = self._bar()
-                self._shown.start()
+                # Here, because rich takes longer to import than most commands run.
+                from rich import progress  # noqa: PLC0415
+                from rich.console import Console  # noqa: PLC0415
+                from rich.table import Column  # noqa: PLC0415
+
+                # Its own speed would be since the bar appeared, and a narrow terminal would break
+                # lines.
+                told = Column(no_wrap=True, overflow="ellipsis")
+                bar = progress.Progress(
+                    progress.TextColumn("{task.description}", markup=False, table_column=told),
+                    progress.BarColumn(None, table_column=Column(ratio=1)),
+                    console=Console(stderr=True),
+                    transient=True,
+                    expand=True,
+                )
+                bar.add_task(repr(self._count), total=self._count.total or None)
+                self._shown = bar
+                bar.start()
             if self._shown is not None:
                 task = self._shown.task_ids[0]
                 self._shown.update(task, description=repr(self._count), completed=self._count.done)
@@ -310,24 +326,6 @@ class Bar:
             self._wanted = False
             if self._shown is not None:
                 self._shown.stop()
-
-    def _bar(self) -> Progress:
-        # Here, because rich takes longer to import than most commands run.
-        from rich import progress  # noqa: PLC0415
-        from rich.console import Console  # noqa: PLC0415
-        from rich.table import Column  # noqa: PLC0415
-
-        # Its own speed would be since the bar appeared, and a narrow terminal would break lines.
-        told = Column(no_wrap=True, overflow="ellipsis")
-        bar = progress.Progress(
-            progress.TextColumn("{task.description}", markup=False, table_column=told),
-            progress.BarColumn(None, table_column=Column(ratio=1)),
-            console=Console(stderr=True),
-            transient=True,
-            expand=True,
-        )
-        bar.add_task(repr(self._count), total=self._count.total or None)
-        return bar
 
 
 # How a command ends: the exit codes, and the one place that maps errors to them.
@@ -379,25 +377,23 @@ def report(error: BaseException) -> int:
         return code
     if os.environ.get("CKPTKIT_DEBUG") == "1":
         traceback.print_exception(error)
-    for line in _message(error, code):
-        remark(line)
-    return code
-
-
-def _message(error: BaseException, code: int) -> list[str]:
     if code == INTERRUPTED:
-        return ["interrupted"]
-    if isinstance(error, CkptkitError):
-        return f"error: {error}".splitlines()
-    if isinstance(error, click.ClickException):
+        lines = ["interrupted"]
+    elif isinstance(error, CkptkitError):
+        lines = f"error: {error}".splitlines()
+    elif isinstance(error, click.ClickException):
         said = error.format_message().rstrip(".")
         lines = [f"error: {said[:1].lower()}{said[1:]}"]
         context = getattr(error, "ctx", None)
         if context is not None:
             lines.append(f"hint: `{context.command_path} --help` shows the usage")
-        return lines
-    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return [
-        f"error: this is a bug in ckptkit: {text}",
-        "hint: report it to the project's issue tracker, with what CKPTKIT_DEBUG=1 makes it print",
-    ]
+    else:
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        told = "with what CKPTKIT_DEBUG=1 makes it print"
+        lines = [
+            f"error: this is a bug in ckptkit: {text}",
+            f"hint: report it to the project's issue tracker, {told}",
+        ]
+    for line in lines:
+        remark(line)
+    return code

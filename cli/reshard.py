@@ -94,19 +94,17 @@ def reshard(src: str, dst: str, *, dry_run: bool, **given: Any) -> Reply:
     found = {"save_id": done.save_id, "finished_packs": list(done.finished)}
     document = {**_plan_document(plan), **found, "committed": done.committed}
     is_new = len(done.finished) < done.packs
-    lines = [*_plan_lines(plan, done, seconds), ""] if is_new else []
-    return Reply(document, [*lines, _said(plan, done)])
-
-
-def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:
     if not done.committed:
-        return f"the packs of this slice are at {done.location}; `ckpt commit` closes the step"
-    if len(done.finished) == done.packs:
-        return f"{done.location} is there already, made of the same step in the same way"
-    before = f", {len(done.finished)} of them from before" if done.finished else ""
-    arrays = counted(len(plan.arrays) + len(plan.aliases), "array")
-    what = f"{ckptkit.size_text(plan.bytes_written)} in {counted(done.packs, 'pack')}{before}"
-    return f"{done.location}: {plan.from_strategy} -> {plan.to_strategy}, {arrays}, {what}"
+        said = f"the packs of this slice are at {done.location}; `ckpt commit` closes the step"
+    elif not is_new:
+        said = f"{done.location} is there already, made of the same step in the same way"
+    else:
+        before = f", {len(done.finished)} of them from before" if done.finished else ""
+        arrays = counted(len(plan.arrays) + len(plan.aliases), "array")
+        what = f"{ckptkit.size_text(plan.bytes_written)} in {counted(done.packs, 'pack')}{before}"
+        said = f"{done.location}: {plan.from_strategy} -> {plan.to_strategy}, {arrays}, {what}"
+    lines = [*_plan_lines(plan, done, seconds), ""] if is_new else []
+    return Reply(document, [*lines, said])
 
 
 def _plan_document(plan: ckptkit.ReshardPlan) -> dict[str, Any]:

@@ -101,7 +101,12 @@ def show(
 
     def lines() -> Iterator[str]:
         with keeping():
-            yield from _mapping(doc) if mapping else lines_of(doc, each=each)
+            if not mapping:
+                yield from lines_of(doc, each=each)
+                return
+            theirs = {array["name"]: array["theirs"] for array in doc["arrays"]}
+            names = [(name, theirs[name]) for name in ckptkit.natural_order(theirs)]
+            yield from aligned([("NAME", "IN ITS FILES"), *names])
 
     return Reply(doc, lines())
 
@@ -227,12 +232,6 @@ def _of_kind(array: Any, rank: int | None) -> Doc:
         },
         "part": held,
     }
-
-
-def _mapping(doc: Doc) -> list[str]:
-    theirs = {array["name"]: array["theirs"] for array in doc["arrays"]}
-    names = [(name, theirs[name]) for name in ckptkit.natural_order(theirs)]
-    return aligned([("NAME", "IN ITS FILES"), *names])
 
 
 def lines_of(doc: Doc, *, each: bool) -> list[str]:
@@ -434,11 +433,25 @@ def _place(out: str) -> Path:
 
 
 def _written(page: str, place: Path | None, step: str) -> Path:
-    """Where the page is. It replaces what has its name, and follows no link."""
+    """Where the page is. It replaces what has its name, and follows no link.
+
+    Without a place it is a file that the next look at the same step replaces: a browser may read it
+    long after the command has ended, so nobody could delete it.
+    """
     import tempfile  # noqa: PLC0415
 
+    user = os.getuid()
     try:
-        path = place or _to_look_at(step)
+        path = place
+        if path is None:
+            folder = Path(tempfile.gettempdir(), f"ckpt-view-{user}")
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o22:
+                folder = Path(tempfile.mkdtemp(prefix="ckpt-view-"))  # somebody else has the name
+            name = step if "://" in step else os.path.abspath(step)  # noqa: PTH100 — a link stays one
+            digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()
+            path = folder / f"{digest[:16]}.html"
         # As short as a name may have to be, and of no other writer of this page.
         begun = path.with_name(f".{secrets.token_hex(8)}")
         with begun.open("x", encoding="utf-8") as file:
@@ -452,21 +465,6 @@ def _written(page: str, place: Path | None, step: str) -> Path:
     except OSError as error:
         raise _refused(place or Path(tempfile.gettempdir()), error.strerror) from error
     return path
-
-
-def _to_look_at(step: str) -> Path:
-    """A file that the next look at the same step replaces: a browser may read it long after the
-    command has ended, so nobody could delete it.
-    """
-    import tempfile  # noqa: PLC0415
-
-    folder = Path(tempfile.gettempdir(), f"ckpt-view-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o22:
-        folder = Path(tempfile.mkdtemp(prefix="ckpt-view-"))  # somebody else has the name
-    name = step if "://" in step else os.path.abspath(step)  # noqa: PTH100 — a link stays one
-    return folder / f"{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()[:16]}.html"
 
 
 def _refused(path: Path, why: str | None) -> StorageError:

@@ -14,6 +14,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.resources import files
 from itertools import chain, islice
@@ -125,8 +126,10 @@ def page_of(facts: Facts) -> str:
     # Plain ASCII without a < in it: nothing in a name can end the element.
     text = json.dumps(facts, separators=(",", ":"), allow_nan=False).encode()
     data = base64.b64encode(zlib.compress(text, 9)).decode()
+    digests = [hashlib.sha256(element.encode()).digest() for element in (script, style)]
+    runs, shows = (f"sha256-{base64.b64encode(digest).decode()}" for digest in digests)
     parts = {
-        "POLICY": f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "POLICY": f"default-src 'none'; script-src '{runs}'; style-src '{shows}'; "
         "base-uri 'none'; form-action 'none'",
         "STYLE": style,
         "DATA": data,
@@ -135,11 +138,6 @@ def page_of(facts: Facts) -> str:
     for name, part in parts.items():
         page = page.replace(f"@{name}@", part, 1)
     return page
-
-
-def _hash(text: str) -> str:
-    """What a policy calls an element with this text."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 @cache
@@ -330,14 +328,17 @@ def _overlaps(grid: Grid, borders: Sequence[I64], box: Box) -> tuple[I64, F64]:
     return chunks, elements
 
 
+@dataclass(eq=False, slots=True)
 class Tally:
     """What is counted of one array; several threads add to it in turn."""
 
-    def __init__(self) -> None:
-        self.count = self.nans = self.infinite = 0
-        self.total = 0.0
-        self.least, self.most = math.inf, -math.inf
-        self.by_exponent = np.zeros(2 * _SIDE, np.int64)
+    count: int = 0
+    nans: int = 0
+    infinite: int = 0
+    total: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+    by_exponent: I64 = field(default_factory=lambda: np.zeros(2 * _SIDE, np.int64))
 
     def add(self, numbers: npt.NDArray[np.float64]) -> None:
         """Count some numbers."""
