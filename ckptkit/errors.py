@@ -40,7 +40,16 @@ class CkptkitError(Exception):
         self.what = what
         self.where = where
         self.has_value = value is not _ABSENT
-        self.value = _shown(value) if self.has_value else ""
+        self.value = ""
+        if self.has_value:
+            # Bounded: a hostile file must not fill a terminal, and errors must stay picklable.
+            try:
+                text = repr(value)
+            except (ValueError, RecursionError):  # an integer of thousands of digits, a deep tree
+                text = f"a value of {type(value).__name__} that is too large to show"
+            self.value = text
+            if len(text) > 200:
+                self.value = f"{text[:160]}… ({len(text)} characters)"
         self.hint = hint
 
     def __str__(self) -> str:
@@ -51,15 +60,6 @@ class CkptkitError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_restore, (type(self), self.what, self.__dict__.copy()))
-
-
-def _shown(value: object) -> str:
-    """A bounded repr: a hostile file must not fill a terminal, and errors must stay picklable."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, a very deep tree
-        return f"a value of {type(value).__name__} that is too large to show"
-    return text if len(text) <= 200 else f"{text[:160]}… ({len(text)} characters)"
 
 
 def nearest(value: str, known: Iterable[str], most: int = 1) -> str:

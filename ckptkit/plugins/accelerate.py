@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -47,8 +48,22 @@ def save_state(
     `checkpoints` is the location of a run, or a `Checkpointer` with all that one can do.
     """
     objects = _objects(accelerator)
-    own = {_OWN: _position(accelerator), _RNG: PerDataRank(rng_state())}
-    kept = extra_beside(own, extra)
+    active = accelerator.gradient_state.active_dataloader
+    # Which pass over its data each loader makes next, or is in the middle of.
+    epochs = []
+    for loader in _ACCELERATE.private(accelerator, _DATALOADERS):
+        # What skip_first_batches made of a loader is another one, over the same data.
+        at = active if active is not None and active.dataset is loader.dataset else loader
+        epochs.append(
+            int(getattr(at, "iteration", 0)) + bool(at is active and at.end_of_dataloader)
+        )
+    position = {
+        "step": accelerator.step,
+        "epochs": epochs,
+        "is_inside": active is not None and not active.end_of_dataloader,
+        "processes": accelerator.num_processes,
+    }
+    kept = extra_beside({_OWN: position, _RNG: PerDataRank(rng_state())}, extra)
     with opened(checkpoints) as checkpointer:
         return checkpointer.save(step, extra=kept, **objects)
 
@@ -107,10 +122,10 @@ def _objects(accelerator: Any) -> dict[str, Any]:
             hint="accelerator.save_state(…) is its own way",
         )
 
-    def prepared(name: str) -> list[Any]:
-        return list(_ACCELERATE.private(accelerator, name))
-
-    models = prepared(_MODELS)
+    models, optimizers, schedulers, dataloaders, registered = (
+        list(_ACCELERATE.private(accelerator, name))
+        for name in (_MODELS, _OPTIMIZERS, _SCHEDULERS, _DATALOADERS, _REGISTERED)
+    )
     if not models:
         raise UsageError(
             "the Accelerator has no model",
@@ -122,36 +137,17 @@ def _objects(accelerator: Any) -> dict[str, Any]:
     )
     loaders = [
         _Loader(each)
-        for each in prepared(_DATALOADERS)
+        for each in dataloaders
         if getattr(each, "use_stateful_dataloader", False)  # others do not know where they are
     ]
     return {
         "model": model,
-        "optimizer": [each.optimizer for each in prepared(_OPTIMIZERS)],
-        "scheduler": _alone(prepared(_SCHEDULERS)),
+        "optimizer": [each.optimizer for each in optimizers],
+        "scheduler": _alone(schedulers),
         "scaler": accelerator.scaler,
         "dataloader": _alone(loaders),
-        "state": {f"registered_{n}": each for n, each in enumerate(prepared(_REGISTERED))},
+        "state": {f"registered_{n}": each for n, each in enumerate(registered)},
     }
-
-
-def _position(accelerator: Any) -> dict[str, Any]:
-    """Where the job is, beside what its objects know."""
-    loaders = _ACCELERATE.private(accelerator, _DATALOADERS)
-    active = accelerator.gradient_state.active_dataloader
-    return {
-        "step": accelerator.step,
-        "epochs": [_epoch(each, active) for each in loaders],
-        "is_inside": active is not None and not active.end_of_dataloader,
-        "processes": accelerator.num_processes,
-    }
-
-
-def _epoch(loader: Any, active: Any) -> int:
-    """Which pass over its data a loader makes next, or is in the middle of."""
-    # What skip_first_batches made of a loader is another one, over the same data.
-    at = active if active is not None and active.dataset is loader.dataset else loader
-    return int(getattr(at, "iteration", 0)) + bool(at is active and at.end_of_dataloader)
 
 
 def _go_on(accelerator: Any, position: Mapping[str, Any]) -> None:
@@ -175,32 +171,32 @@ def _go_on(accelerator: Any, position: Mapping[str, Any]) -> None:
         )
 
 
+@dataclass(eq=False)
 class _Loader:
     """A loader that knows where it is. One that was at its end begins anew: told that it was there,
     it would draw a random number for that too.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    loader: Any
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": self._loader.state_dict(), "batch": self._loader.total_batch_size}
+        return {"loader": self.loader.state_dict(), "batch": self.loader.total_batch_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         inner = state["loader"]
-        self._loader.load_state_dict({} if inner.get("_iterator_finished") else inner)
+        self.loader.load_state_dict({} if inner.get("_iterator_finished") else inner)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on in a job of another number of ranks: each rank of the other was as many batches
         along, which all ranks took from one order.
         """
         first = states[0]
-        if first["batch"] != self._loader.total_batch_size or any(
+        if first["batch"] != self.loader.total_batch_size or any(
             dumps([each]) != dumps([first]) for each in states
         ):
             raise UsageError(
                 f"the loader was in the middle of batches of {first['batch']} for "
-                f"{len(states)} ranks, and has batches of {self._loader.total_batch_size} here",
+                f"{len(states)} ranks, and has batches of {self.loader.total_batch_size} here",
                 where="dataloader",
                 hint="have batches of as many examples in all, or leave the loader as it is: "
                 'load_state(…, skip=["dataloader"])',

@@ -76,8 +76,9 @@ def save_checkpoint(
         return checkpointer.save(
             engine.global_steps if step is None else step,
             extra=kept,
+            model=SimpleNamespace(model=state.model, mesh=state.mesh),
+            optimizer=state.optimizer,
             scheduler=engine.lr_scheduler,
-            **_trained(state),
             **objects,
         )
 
@@ -92,15 +93,15 @@ def load_checkpoint(
     """
     state = EngineState(engine)
     state.gather()  # what the step does not have stays
+    model = SimpleNamespace(model=state.model, mesh=state.mesh)
+    trained: dict[str, Any] = {"model": model, "optimizer": state.optimizer}
     with opened(checkpoints) as checkpointer:
-        restored = checkpointer.restore(
-            step=step, scheduler=engine.lr_scheduler, **_trained(state), **how
-        )
+        restored = checkpointer.restore(step=step, scheduler=engine.lr_scheduler, **trained, **how)
         is_theirs = restored is None
         if restored is None:
             how.pop("fallback", None)
             try:
-                restored = load(checkpointer._store, **_trained(state), **how)
+                restored = load(checkpointer._store, **trained, **how)
             except NotFoundError:
                 return None
     state.hand_back()
@@ -116,11 +117,6 @@ def load_checkpoint(
         if key in _SCALE and value is not None and hasattr(state.scaler, key):
             setattr(state.scaler, key, value)
     return restored
-
-
-def _trained(state: EngineState) -> dict[str, Any]:
-    model = SimpleNamespace(model=state.model, mesh=state.mesh)
-    return {"model": model, "optimizer": state.optimizer}
 
 
 class _Held(NamedTuple):
@@ -323,25 +319,21 @@ class EngineState:
 
     def _shares_of_stage_3(self) -> Iterator[_Held]:
         """Each parameter is cut for itself; groups have rows, which may go on in another."""
-        stepped = set()
         numbers = self._private("sub_group_to_group_id")
         rows = self._private("fp32_partitioned_groups_flat")
+        places: dict[Any, tuple[torch.Tensor, int, int | None]] = {}
         for at_group, parameters in enumerate(self._private("fp16_groups")):
             at = 0
             for each in parameters:
-                stepped.add(each)
-                share = self._share(each.ds_shape, rows[at_group], at, each.partition_numel())
-                yield _Held(each, share, numbers[at_group])
+                places[each] = rows[at_group], at, numbers[at_group]
                 at += each.partition_numel()
-        for each in self._engine.module.parameters():
-            if each not in stepped:
-                share = self._share(each.ds_shape, each.ds_tensor, 0, each.partition_numel())
-                yield _Held(each, share, None)
-
-    def _share(self, shape: Sequence[int], row: torch.Tensor, at: int, part: int) -> HeldElements:
-        size = torch.Size(shape).numel()
+        for each in self._engine.module.parameters():  # what nothing steps
+            places.setdefault(each, (each.ds_tensor, 0, None))
         rank, ranks = self._group.rank(), self._group.size()
-        return HeldElements(tuple(shape), ElementCut(size, part), row, at, rank, ranks)
+        for each, (row, at, number) in places.items():
+            shape = tuple(each.ds_shape)
+            cut = ElementCut(torch.Size(shape).numel(), each.partition_numel())
+            yield _Held(each, HeldElements(shape, cut, row, at, rank, ranks), number)
 
     def _shares(self) -> Iterator[_Held]:
         """Groups of parameters are one row each, which the ranks have cut into equal parts, or all

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -58,11 +59,11 @@ class PathTarget(NamedTuple):
     """What the step has besides tensors."""
 
 
+@dataclass(eq=False)
 class Content:
     """What a Lightning checkpoint has besides the model, its optimizers and the loaders."""
 
-    def __init__(self, content: Mapping[str, Any] | None = None) -> None:
-        self.content = dict(content or {})
+    content: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """All of it."""
@@ -73,12 +74,12 @@ class Content:
         self.content = dict(content)
 
 
+@dataclass(eq=False)
 class Loaders:
     """The positions of the data loaders that have one, of this rank's share of the data."""
 
-    def __init__(self, states: Sequence[Any] = ()) -> None:
-        self.states = list(states)
-        self.is_resized = False
+    states: list[Any] = field(default_factory=list)
+    is_resized: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """What Lightning was told, and in a job of how many ranks."""
@@ -210,7 +211,17 @@ class PathRuns:
         loaders = state["dataloader"][0]
         found = _as_lightning_has_it(state[_GROUP], state["model"], loaders["states"])
         if "optimizer_states" in found:
-            found["optimizer_states"] = _numbered(documents, state[OPTIMIZER]["state"])
+            # By the numbers of parameters, as `Optimizer.load_state_dict` wants it.
+            kept, numbered = state[OPTIMIZER]["state"], []
+            for document in documents:
+                numbers: dict[str, int] = {}
+                groups = []
+                for group in document["groups"]:
+                    params = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
+                    groups.append({**group["options"], "params": params})
+                mine = {number: kept[name] for name, number in numbers.items() if name in kept}
+                numbered.append({"state": mine, "param_groups": groups})
+            found["optimizer_states"] = numbered
         return found, loaders["ranks"]
 
     def remove(self, path: Any) -> None:
@@ -343,7 +354,7 @@ def _objects(
     """What is to be saved, as `Checkpointer.save` takes it."""
     content = dict(content)
     loops = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    loaders = Loaders(loops.pop("combined_loader", ()))
+    loaders = Loaders(list(loops.pop("combined_loader", ())))
     found: dict[str, Any] = {"model": model, "dataloader": loaders}
     if "optimizer_states" in content:
         content["optimizer_states"] = []
@@ -415,21 +426,3 @@ def _not_lightnings(target: PathTarget) -> UsageError:
         hint="ckptkit.live.load(path, model=model) before fit() takes over the weights; "
         "validate(ckpt_path=…) works as it is",
     )
-
-
-def _numbered(
-    documents: Sequence[Mapping[str, Any]], kept: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """What optimizers say, by the numbers of their parameters, as `Optimizer.load_state_dict` wants
-    it.
-    """
-    found = []
-    for document in documents:
-        numbers: dict[str, int] = {}
-        groups = []
-        for group in document["groups"]:
-            params = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
-            groups.append({**group["options"], "params": params})
-        mine = {number: kept[name] for name, number in numbers.items() if name in kept}
-        found.append({"state": mine, "param_groups": groups})
-    return found

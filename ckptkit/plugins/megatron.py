@@ -303,7 +303,7 @@ def _wanted(keys: Keys, tensors: Sequence[Any]) -> list[tuple[str, Box, torch.Te
         raise StateMismatchError(
             f"the step is of another model: {'; '.join(lacking[:4])}"
             + (f"; and {len(lacking) - 4} more" if len(lacking) > 4 else ""),
-            where=str(keys),
+            where=keys.checkpoint.location,
             hint="`ckpt show` lists what the step has; --names and --rename of `ckpt reshard` give "
             "it other names",
         )

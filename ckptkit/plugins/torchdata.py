@@ -117,7 +117,12 @@ class ElasticDataLoader(StatefulDataLoader):  # type: ignore[misc]
         self._batches: RankBatches | None = None
         self._given = 0
         self._resumes = False
-        self._why_not = _state_of_its_own(dataset)
+        # Why how many samples are taken does not say where a dataset is; empty where it does.
+        self._why_not = ""
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            self._why_not = "only an iterable dataset itself knows which samples it has given"
+        elif hasattr(dataset, "state_dict"):
+            self._why_not = "the dataset keeps a state of its own"
         if self._why_not:
             super().__init__(dataset, batch_size, sampler=sampler, drop_last=drop_last, **options)
             return
@@ -216,13 +221,6 @@ class ElasticDataLoader(StatefulDataLoader):  # type: ignore[misc]
 
     _epoch = 0
     _seen = 0
-
-
-def _state_of_its_own(dataset: Any) -> str:
-    """Why how many samples are taken does not say where a dataset is; empty where it does."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return "only an iterable dataset itself knows which samples it has given"
-    return "the dataset keeps a state of its own" if hasattr(dataset, "state_dict") else ""
 
 
 def _order(batches: RankBatches) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
                 where="checkpoint.last_save_in_hf",
             )
         self._config, self._adapter = config, sd_adapter
+        self._storage: Options | None = config.storage_options or None
         self._parts = model_parts
         self._optimizers = list(optimizers)
         # The trainer has the schedule, whose stages say which ranks are a pipeline.
@@ -106,10 +107,6 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
             overwrite=True,
             storage_options=self._storage,
         )
-
-    @property
-    def _storage(self) -> Options | None:
-        return self._config.storage_options or None
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 — torchtitan's
         config = self._config
@@ -140,7 +137,7 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
             name: value.to(dtype)
             if isinstance(value, torch.Tensor) and value.is_floating_point()
             else value
-            for name, value in self._weights().items()
+            for name, value in self._wrapped.state_dict().items()
         }
         self._checkpointer.save(step, model=_as_module(state))
         self._checkpointer.wait()
@@ -223,7 +220,7 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
                     "this model has no names of Hugging Face: its spec lacks a state_dict_adapter",
                     where="checkpoint.initial_load_in_hf",
                 )
-            named = self._adapter.to_hf(self._weights())
+            named = self._adapter.to_hf(self._wrapped.state_dict())
             try:
                 load(path, storage_options=self._storage, model=_as_module(named))
             except StateMismatchError as error:
@@ -236,36 +233,27 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
         elif config.initial_load_model_only:
             load(path, storage_options=self._storage, model=self._model)
         else:
-            self._begin_with(path)
+            # All of a step, of ckptkit or of torchtitan's own manager, but where its data was: that
+            # is another training's, and a pickle in what torchtitan writes.
+            left = {*config.exclude_from_loading, _DATALOADER}
+            states = {name: each for name, each in self._states.items() if name not in left}
+            with open_checkpoint(path, storage_options=self._storage) as step:
+                ours = {name: each for name, each in states.items() if name in step.objects}
+            begun = load(
+                path,
+                storage_options=self._storage,
+                model=self._model,
+                optimizer=None if "optimizer" in left else self._optimizers,
+                state=ours,
+            )
+            for name, each in states.items():
+                if name not in ours:
+                    each.load_state_dict(begun.extra[name])
         return True
-
-    def _begin_with(self, path: str) -> None:
-        """All of a step, of ckptkit or of torchtitan's own manager, but where its data was: that is
-        another training's, and a pickle in what torchtitan writes.
-        """
-        left = {*self._config.exclude_from_loading, _DATALOADER}
-        states = {name: each for name, each in self._states.items() if name not in left}
-        with open_checkpoint(path, storage_options=self._storage) as step:
-            ours = {name: each for name, each in states.items() if name in step.objects}
-        optimizer = None if "optimizer" in left else self._optimizers
-        begun = load(
-            path,
-            storage_options=self._storage,
-            model=self._model,
-            optimizer=optimizer,
-            state=ours,
-        )
-        for name, each in states.items():
-            if name not in ours:
-                each.load_state_dict(begun.extra[name])
 
     @property
     def _wrapped(self) -> Any:
         return _base.ModelWrapper(self._parts)
-
-    def _weights(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._wrapped.state_dict()
-        return state
 
     def _maybe_wait_for_staging(self) -> None:
         """Nothing to wait for: `save` returns when the state has been copied."""

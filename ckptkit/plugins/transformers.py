@@ -82,7 +82,28 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         self._checkpoints = checkpoints
         self._checkpointer: Checkpointer | None = None
         self._resumed: _Resumed | None = None
-        self._check_arguments()
+        # Refuse what would be promised and not done.
+        settings = self.args
+        if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
+            raise UsageError(
+                "a run keeps what plain, DDP and FSDP jobs train, not engines of DeepSpeed or XLA",
+                hint="leave TrainerMixin out, or train with fsdp=…",
+            )
+        if settings.push_to_hub and settings.hub_strategy != "end":
+            raise UsageError(
+                "there is no folder to push at each save",
+                where="push_to_hub",
+                value=str(getattr(settings.hub_strategy, "value", settings.hub_strategy)),
+                hint='hub_strategy="end" pushes what save_model() writes; '
+                "`ckpt export` makes such a folder of any step",
+            )
+        if isinstance(checkpoints, Checkpointer) and settings.save_total_limit is not None:
+            raise UsageError(
+                "a Checkpointer says itself which steps stay",
+                where="save_total_limit",
+                value=settings.save_total_limit,
+                hint="Checkpointer(…, keep_last=…), and save_total_limit=None",
+            )
 
     def train(
         self,
@@ -137,7 +158,16 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         with self._opened() as checkpointer:
             if state.best_global_step == step:
                 state.best_model_checkpoint = f"{checkpointer.location}/{step_name(step)}"
-            self._note_callbacks()
+            # What callbacks want to be kept, as the Trainer itself notes it.
+            module = _TRANSFORMERS.module("transformers.trainer_callback")
+            keeps_state = _TRANSFORMERS.private(module, "ExportableState")
+            kept: dict[str, Any] = {}
+            for callback in [*self.callback_handler.callbacks, self.control]:
+                if isinstance(callback, keeps_state):
+                    kept.setdefault(type(callback).__name__, []).append(callback.state())
+            state.stateful_callbacks = {
+                name: states if len(states) > 1 else states[0] for name, states in kept.items()
+            }
             # The best is known by its location, which may be in another run.
             number = _step_in(checkpointer, state.best_model_checkpoint)
             if number is not None:
@@ -222,18 +252,6 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
             "scaler": getattr(self.accelerator, "scaler", None),
         }
 
-    def _note_callbacks(self) -> None:
-        """Write into the Trainer's state what its callbacks want to be kept, as it does itself."""
-        module = _TRANSFORMERS.module("transformers.trainer_callback")
-        keeps_state = _TRANSFORMERS.private(module, "ExportableState")
-        kept: dict[str, Any] = {}
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, keeps_state):
-                kept.setdefault(type(callback).__name__, []).append(callback.state())
-        self.state.stateful_callbacks = {
-            name: states if len(states) > 1 else states[0] for name, states in kept.items()
-        }
-
     @contextmanager
     def _opened(self) -> Iterator[Checkpointer]:
         """The Checkpointer; one of ours lives as long as `train` does."""
@@ -269,30 +287,6 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
             yield
         finally:
             self.remove_callback(Stop)
-
-    def _check_arguments(self) -> None:
-        """Refuse what would be promised and not done."""
-        args = self.args
-        if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
-            raise UsageError(
-                "a run keeps what plain, DDP and FSDP jobs train, not engines of DeepSpeed or XLA",
-                hint="leave TrainerMixin out, or train with fsdp=…",
-            )
-        if args.push_to_hub and args.hub_strategy != "end":
-            raise UsageError(
-                "there is no folder to push at each save",
-                where="push_to_hub",
-                value=str(getattr(args.hub_strategy, "value", args.hub_strategy)),
-                hint='hub_strategy="end" pushes what save_model() writes; '
-                "`ckpt export` makes such a folder of any step",
-            )
-        if isinstance(self._checkpoints, Checkpointer) and args.save_total_limit is not None:
-            raise UsageError(
-                "a Checkpointer says itself which steps stay",
-                where="save_total_limit",
-                value=args.save_total_limit,
-                hint="Checkpointer(…, keep_last=…), and save_total_limit=None",
-            )
 
 
 @dataclasses.dataclass(slots=True)

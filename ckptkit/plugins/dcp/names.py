@@ -39,13 +39,13 @@ _OPTIMIZERS = re.compile(rf"{'|'.join(OPTIMIZER_KEYS)}|optimizer_[0-9]+", re.ASC
 _NUMBERED = re.compile(r"state\.[0-9]+\..*", re.ASCII)
 
 
+@dataclass(eq=False, slots=True)
 class Target:
     """A run, and perhaps a step of it; `checkpoint_id` of a call may name another."""
 
-    def __init__(self, location: Place, step: int | None, options: Options | None) -> None:
-        self.location = location
-        self.step = step
-        self._options = options
+    location: Place
+    step: int | None
+    options: Options | None
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
@@ -65,7 +65,7 @@ class Target:
 
     def store(self) -> Store:
         """The store of the run."""
-        return store_at(self.location, self._options)
+        return store_at(self.location, self.options)
 
 
 class Meeting(NamedTuple):
@@ -230,15 +230,9 @@ def objects_of(names: Names, values: Mapping[str, tuple[Path, Any]], where: str)
     kept: dict[str, Any] = {}
     for fqn, (path, value) in values.items():
         # Large ones are not stored twice.
-        is_there = _value_at(found, extra_path(names, path)) is value
+        is_there = _value_at(found, names, path) is value
         kept[fqn] = [list(path)] if is_there else [list(path), value]
     return found | {OBJECT: {"names": names.to_doc(), "values": kept}}
-
-
-def extra_path(names: Names, path: Path) -> Path:
-    """Where among the objects a value is that belongs to neither a model nor an optimizer."""
-    first, *rest = names.short(path)
-    return (f"extra/{first}", *rest)
 
 
 def value_in(names: Names, objects: Mapping[str, Any], said: Any, where: str) -> tuple[Path, Any]:
@@ -248,7 +242,7 @@ def value_in(names: Names, objects: Mapping[str, Any], said: Any, where: str) ->
     path = path_of(said[0], where)
     if len(said) == 2:
         return path, said[1]
-    found = _value_at(objects, extra_path(names, path)) if names.short(path) else _NOWHERE
+    found = _value_at(objects, names, path)
     if found is _NOWHERE:
         raise FormatError("the value is not where it says", where=where, value=path)
     return path, found
@@ -257,8 +251,14 @@ def value_in(names: Names, objects: Mapping[str, Any], said: Any, where: str) ->
 _NOWHERE: Any = object()
 
 
-def _value_at(tree: Any, path: Path) -> Any:
-    for key in path:
+def _value_at(objects: Mapping[str, Any], names: Names, path: Path) -> Any:
+    """The value with these keys, where among the objects it belongs to neither a model nor an
+    optimizer.
+    """
+    if not (short := names.short(path)):
+        return _NOWHERE
+    tree: Any = objects
+    for key in (f"extra/{short[0]}", *short[1:]):
         is_map = isinstance(tree, dict) and key in tree
         if not is_map and not (
             isinstance(tree, list) and type(key) is int and 0 <= key < len(tree)

@@ -160,7 +160,7 @@ class DcpReader(StorageReader):
         damaged: list[Damage] = []
         for folder, attempt in first_sound(folders, damaged):
             with attempt:
-                keys = Keys.of(folder)
+                keys = Keys(Checkpoint(folder, read_manifest(folder)))
                 # Which saves are damaged is said now: one that is made from here on stays.
                 self._damaged = [(at, stamp(at), error) for at, _, error in damaged]
                 self._older = folders[len(damaged) + 1 :]
@@ -182,7 +182,7 @@ class DcpReader(StorageReader):
                 with attempt:
                     try:
                         if folder is not steps[0]:
-                            keys = Keys.of(folder)
+                            keys = Keys(Checkpoint(folder, read_manifest(folder)))
                             keys.check_alike(plan.items, planned)
                         keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
                     except FormatError as error:
@@ -244,11 +244,6 @@ class Keys:
         else:
             self._take_usual()
 
-    @classmethod
-    def of(cls, folder: StepFolder) -> Keys:
-        """Those of a step of a run."""
-        return cls(Checkpoint(folder, read_manifest(folder)))
-
     def metadata(self) -> Metadata:
         """As DCP asks for it."""
         known = {fqn: self.described(fqn) for fqn in (*self._arrays, *self._values)}
@@ -287,7 +282,7 @@ class Keys:
             if shapes[0] != shapes[1]:
                 raise LayoutError(
                     f"Size mismatch: {shapes[1]} in this step, {shapes[0]} in the damaged one",
-                    where=f"{self}: {fqn}",
+                    where=f"{self.checkpoint.location}: {fqn}",
                     hint="load it into objects that are made for it: Reader(run, step=…)",
                 )
 
@@ -308,13 +303,14 @@ class Keys:
         self, items: Sequence[ReadItem], planner: LoadPlanner, *, verify: bool, threads: int | None
     ) -> None:
         """Fill what a plan asks for."""
+        where = self.checkpoint.location
         wanted: list[tuple[str, Box, torch.Tensor]] = []
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         for item in items:
             fqn = item.storage_index.fqn
             key = self.find(fqn)
             if key is None or (key in self._values) != (item.type == LoadItemType.BYTE_IO):
-                raise NotFoundError("the step has no such value", where=str(self), value=fqn)
+                raise NotFoundError("the step has no such value", where=where, value=fqn)
             if item.type == LoadItemType.BYTE_IO:
                 data = io.BytesIO()
                 torch.save(self._values[key], data)
@@ -326,7 +322,7 @@ class Keys:
             if tuple(target.shape) != box.shape:
                 raise NotFoundError(
                     f"the planner gives {tuple(target.shape)} for {box.shape}",
-                    where=str(self),
+                    where=where,
                     value=fqn,
                 )
             wanted.append((self._arrays[key], box, target))
@@ -334,9 +330,6 @@ class Keys:
         fill_boxes(self.checkpoint, wanted, verify=verify, threads=threads)
         for item, target in filled:
             planner.commit_tensor(item, target)
-
-    def __str__(self) -> str:
-        return self.checkpoint.location
 
     def _take_own(self, objects: Mapping[str, Any]) -> None:
         """The keys of a step that DCP saved."""

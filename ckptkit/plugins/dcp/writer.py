@@ -148,7 +148,18 @@ class DcpWriter(StorageWriter):
 
     @uncollected()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        plans = list(_whole(plans))
+        if not all(plan.usable for plan in plans):
+            # A planner that caches plans says that these are those of the last save; what we tell
+            # ranks is new each time.
+            cached: dict[str, list[SavePlan]] = SavePlanner._cached_global_plan
+            fitting = [known for known in cached.values() if len(known) == len(plans)]
+            if len(fitting) != 1:
+                raise UsageError(
+                    "which plans the planner has cached is not to be told",
+                    value=sorted(cached),
+                    hint="leave enable_plan_caching out, or use one class of planners",
+                )
+            plans = [replace(plan, usable=True) for plan in fitting[0]]
         step, where = self._target.step, str(self._target)
         if step is None:
             raise UsageError(
@@ -311,23 +322,6 @@ class DcpWriter(StorageWriter):
             writer.like = self._last[1]
         self._written = written
         return writer
-
-
-def _whole(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
-    """The plans of all ranks, also where a planner that caches them says that they are those of
-    the last save: what we tell ranks is new each time.
-    """
-    if all(plan.usable for plan in plans):
-        return plans
-    cached: dict[str, list[SavePlan]] = SavePlanner._cached_global_plan
-    fitting = [known for known in cached.values() if len(known) == len(plans)]
-    if len(fitting) != 1:
-        raise UsageError(
-            "which plans the planner has cached is not to be told",
-            value=sorted(cached),
-            hint="leave enable_plan_caching out, or use one class of planners",
-        )
-    return [replace(plan, usable=True) for plan in fitting[0]]
 
 
 def _told(
