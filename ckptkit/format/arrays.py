@@ -331,7 +331,7 @@ def chunk_key(name: str, index: tuple[int, ...]) -> str:
 
 
 def group_document() -> bytes:
-    return _dump({"zarr_format": 3, "node_type": "group", "attributes": {}})
+    return b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 
 
 def presented_grid(array: ArrayInfo) -> Grid:
@@ -362,33 +362,22 @@ def _array_document(shape: tuple[int, ...], dtype: DType, grid: Grid, role: str)
     codec: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         codec["configuration"] = {"endian": "little"}
-    return _dump(
-        {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": list(shape),
-            "data_type": dtype.name,
-            "chunk_grid": chunks,
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": fill_value(dtype),
-            "codecs": [codec],
-            "attributes": {"ckptkit": {"role": role}},
-        }
-    )
-
-
-def fill_value(dtype: DType) -> Any:
-    """Zero as Zarr v3 writes it: in hexadecimal for the 8-bit floats, which strict readers
-    demand.
-    """
+    zero: Any = 0.0 if "float" in dtype.name else 0
     if dtype.name.startswith("float8"):
-        return "0x00"
-    if dtype.name.startswith("complex"):
-        return [0.0, 0.0]
-    if dtype.name == "bool":
-        return False
-    return 0.0 if "float" in dtype.name else 0
-
-
-def _dump(document: dict[str, Any]) -> bytes:
+        zero = "0x00"  # in hexadecimal, which strict readers demand
+    elif dtype.name.startswith("complex"):
+        zero = [0.0, 0.0]
+    elif dtype.name == "bool":
+        zero = False
+    document = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": dtype.name,
+        "chunk_grid": chunks,
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": zero,
+        "codecs": [codec],
+        "attributes": {"ckptkit": {"role": role}},
+    }
     return json.dumps(document, separators=(",", ":")).encode("ascii")

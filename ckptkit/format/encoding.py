@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -138,15 +139,13 @@ def unpack_items(data: bytes | memoryview, where: str, most: int) -> Iterator[An
 
 
 def _hooks(where: str, depth: int) -> dict[str, Any]:
-    def extension(code: int, payload: bytes) -> object:
-        return _extension(code, payload, where, depth + 1)
-
     def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
             raise FormatError("a key appears twice in one map", where=where)
         return result
 
+    extension = partial(_extension, where=where, depth=depth + 1)
     return {"strict_map_key": False, "object_pairs_hook": unique, "ext_hook": extension}
 
 

@@ -144,10 +144,6 @@ def _text(text: str) -> str:
         text = "".join(
             c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
         )
-    return _escaped(text)
-
-
-def _escaped(text: str) -> str:
     from html import escape  # noqa: PLC0415 — no command needs it
 
     return escape(text)
@@ -163,8 +159,10 @@ class Inline:
         return f"Inline(a page of {size_text(len(self.page))}, for a notebook)"
 
     def _repr_html_(self) -> str:
+        from html import escape  # noqa: PLC0415 — no command needs it
+
         style = "width:100%;height:640px;box-sizing:border-box;border:1px solid #8886"
-        inside = f'sandbox="allow-scripts" srcdoc="{_escaped(self.page)}"'
+        inside = f'sandbox="allow-scripts" srcdoc="{escape(self.page)}"'
         return f'<iframe style="{style}" {inside}></iframe>'
 
 

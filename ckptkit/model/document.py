@@ -131,26 +131,22 @@ class Fields:
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
             raise FormatError("not a map", where=where, value=value)
-        self._left = dict(value)
+        self.rest = dict(value)
+        """The keys that have not been taken yet."""
         self._where = where
 
     def at(self, key: str) -> str:
         """Where a key stands, for messages: `arrays.3.shape`."""
         return f"{self._where}.{key}" if self._where else key
 
-    @property
-    def rest(self) -> dict[str, Any]:
-        """The keys that have not been taken yet."""
-        return self._left
-
     def has(self, key: str) -> bool:
-        return key in self._left
+        return key in self.rest
 
     def any(self, key: str) -> Any:
         """The value as it is; the caller checks it."""
-        if key not in self._left:
+        if key not in self.rest:
             raise FormatError("the field is missing", where=self.at(key))
-        return self._left.pop(key)
+        return self.rest.pop(key)
 
     def integer(self, key: str, *, least: int = 0, below: int = LIMIT) -> int:
         return integer(self.any(key), self.at(key), least=least, most=below - 1)
@@ -167,7 +163,7 @@ class Fields:
 
     def form(self, key: str) -> str:
         """The text that says which of several forms this has; nothing where it is no text."""
-        value = self._left.pop(key, "")
+        value = self.rest.pop(key, "")
         return value if type(value) is str else ""
 
     def text(self, key: str) -> str:
@@ -187,11 +183,11 @@ class Fields:
 
     def finish(self) -> None:
         """Refuse what this version does not know: it could change the meaning of the rest."""
-        if self._left:
+        if self.rest:
             raise FormatError(
                 "unknown keys, which this version of the format does not have",
                 where=self._where,
-                value=list(self._left),
+                value=list(self.rest),
             )
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model.box import MAX_COORDINATE
@@ -57,10 +58,6 @@ class Cut:
         blocks = (self.blocks,) if isinstance(self.blocks, Expression) else self.blocks or ()
         return blocks if self.unit is None else (*blocks, self.unit)
 
-    def unknown(self, sizes: Mapping[str, int]) -> list[str]:
-        """The sizes it can do without, but would rather know."""
-        return [name for each in self.expressions for name in each.unknown(sizes)]
-
     def placement(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Placement:
         """How it cuts a tensor of this shape."""
         if self.dim is None:
@@ -97,10 +94,6 @@ class Experts:
     """One tensor per expert: the group of a regular expression, found in the name, numbers them."""
 
     expert: str
-
-    def number(self, name: str) -> int | None:
-        """The number of the expert that a tensor belongs to."""
-        return _number(self.expert, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +136,7 @@ class Pipeline:
     def layer(self, name: str) -> tuple[int, int] | None:
         """The number of the pattern, and that of the layer, which a tensor belongs to."""
         for number, pattern in enumerate(self.layers):
-            layer = _number(pattern, name)
+            layer = number_in(name, pattern)
             if layer is not None:
                 return number, layer
         return None
@@ -210,7 +203,8 @@ def fits(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
-def _number(pattern: str, name: str) -> int | None:
+def number_in(name: str, pattern: str) -> int | None:
+    """The number, of a layer or of an expert, that the group of a regular expression finds."""
     match = _compiled(pattern).search(name)
     digits = match[1] if match else None
     return int(digits) if digits and re.fullmatch(r"[0-9]{1,9}", digits) else None
@@ -224,7 +218,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise RulesError(f"no regular expression: {error}", value=pattern) from error
 
 
-_T = TypeVar("_T")
 _MAX_RULES = 10_000
 _CUTS = "write replicate, shard(0) or {shard: 0, blocks: [...], unit: n}"
 _HINT = "schemas/RULES.md says what a rules file holds"
@@ -249,12 +242,13 @@ class _Problems:
                 self.add(where, f"has an unknown key {in_short(key)}; known are {', '.join(known)}")
         return {key: doc[key] for key in known if key in doc}
 
-    def tried(self, where: str, make: Callable[[], _T], otherwise: _T) -> _T:
+    @contextmanager
+    def noted(self, where: str) -> Iterator[None]:
+        """What the block refuses is a problem, and ends the block."""
         try:
-            return make()
+            yield
         except (LayoutError, RulesError) as error:
             self.add(where, str(error).replace("\nhint: ", "; "))
-            return otherwise
 
 
 def _rule(doc: object, where: str, problems: _Problems) -> Rule:
@@ -279,8 +273,18 @@ def _rule(doc: object, where: str, problems: _Problems) -> Rule:
 
 def _cut(doc: object, where: str, problems: _Problems) -> Cut:
     if isinstance(doc, str):
-        text = doc
-        return problems.tried(where, lambda: _cut_of_text(text), Cut())
+        with problems.noted(where):
+            placement = parse_placement(doc)
+            if isinstance(placement, Shard):
+                each = placement.blocks
+                return Cut(
+                    placement.dim,
+                    None if each is None else tuple(Expression(str(block)) for block in each),
+                    None if placement.unit == 1 else Expression(str(placement.unit)),
+                )
+            if not isinstance(placement, Replicate):
+                raise LayoutError("a rule cuts or replicates", value=doc, hint=_CUTS)
+        return Cut()
     if not isinstance(doc, Mapping):
         problems.add(where, f"no placement: {in_short(doc)}; {_CUTS}")
         return Cut()
@@ -300,20 +304,6 @@ def _cut(doc: object, where: str, problems: _Problems) -> Cut:
     elif blocks is not None:
         read = _expression(blocks, f"{where}.blocks", problems)
     return Cut(dim, read, None if unit is None else _expression(unit, f"{where}.unit", problems))
-
-
-def _cut_of_text(text: str) -> Cut:
-    placement = parse_placement(text)
-    if isinstance(placement, Replicate):
-        return Cut()
-    if not isinstance(placement, Shard):
-        raise LayoutError("a rule cuts or replicates", value=text, hint=_CUTS)
-    blocks = placement.blocks
-    return Cut(
-        placement.dim,
-        None if blocks is None else tuple(Expression(str(block)) for block in blocks),
-        None if placement.unit == 1 else Expression(str(placement.unit)),
-    )
 
 
 def _pipeline(doc: object, where: str, problems: _Problems) -> Pipeline:
@@ -367,11 +357,12 @@ def _regex(text: str, where: str, problems: _Problems) -> re.Pattern[str] | None
 
 
 def _expression(doc: object, where: str, problems: _Problems) -> Expression:
-    one = Expression("1")
-    if type(doc) is not str and not (type(doc) is int and doc > 0):
+    if type(doc) is str or (type(doc) is int and doc > 0):
+        with problems.noted(where):
+            return Expression(str(doc))
+    else:
         problems.add(where, f"must be a positive integer or arithmetic, not {in_short(doc)}")
-        return one
-    return problems.tried(where, lambda: Expression(str(doc)), one)
+    return Expression("1")
 
 
 def _sizes(doc: object, where: str, problems: _Problems) -> tuple[tuple[str, int], ...]:

@@ -91,22 +91,21 @@ class Strategy:
             raise FormatError(
                 f"must be a list of at most {MAX_AXES} axes", where=entry.at("axes"), value=axes
             )
-        read = tuple(_axis_from(axis, f"{where}.axes.{i}") for i, axis in enumerate(axes))
+        read = []
+        for i, axis in enumerate(axes):
+            at = f"{where}.axes.{i}"
+            entry = Fields(axis, at)
+            name, kind = entry.text("name"), entry.text("kind")
+            size = entry.integer("size", least=1, below=MAX_WORLD_SIZE + 1)
+            entry.finish()
+            try:
+                read.append(Axis(name, kind, size))
+            except StrategyError as error:
+                raise FormatError(error.what, where=at, value=axis) from error
         try:
-            return cls(Mesh(read))
+            return cls(Mesh(tuple(read)))
         except StrategyError as error:
             raise FormatError(error.what, where=where, value=doc) from error
-
-
-def _axis_from(doc: object, where: str) -> Axis:
-    entry = Fields(doc, where)
-    name, kind = entry.text("name"), entry.text("kind")
-    size = entry.integer("size", least=1, below=MAX_WORLD_SIZE + 1)
-    entry.finish()
-    try:
-        return Axis(name, kind, size)
-    except StrategyError as error:
-        raise FormatError(error.what, where=where, value=doc) from error
 
 
 def _axes(item: str) -> list[Axis]:
@@ -281,7 +280,8 @@ class Shard:
 
     def __str__(self) -> str:
         blocks = "" if self.blocks is None else f", blocks=[{','.join(map(str, self.blocks))}]"
-        return f"shard({self.dim}{blocks}{_unit(self.unit)})"
+        unit = "" if self.unit == 1 else f", unit={self.unit}"
+        return f"shard({self.dim}{blocks}{unit})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,8 @@ class Strided:
         _check("unit", self.unit, 1)
 
     def __str__(self) -> str:
-        return f"strided({self.dim}{_unit(self.unit)})"
+        unit = "" if self.unit == 1 else f", unit={self.unit}"
+        return f"strided({self.dim}{unit})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,10 +390,6 @@ def placement_from_doc(doc: object, *, where: str = "placement") -> Placement:
         raise FormatError(error.what, where=where, value=doc) from error
     entry.finish()
     return found
-
-
-def _unit(unit: int) -> str:
-    return "" if unit == 1 else f", unit={unit}"
 
 
 def _check(what: str, value: int, least: int) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import Axis, Owner, Placement, Replicate, Shard, Strategy, Strided
 from ckptkit.model.cut import AxisCut, DimCut
-from ckptkit.model.rules import Cut, Experts, Rule, Rules
+from ckptkit.model.rules import Cut, Experts, Rule, Rules, number_in
 
 AS_IN_SOURCE = "as in the source"
 
@@ -88,11 +88,11 @@ class Cutter:
     def _by_rule(self, subject: Subject, axis: Axis, rule: Rule, why: str) -> Said:
         cut = rule.tp if axis.kind == "tp" else rule.ep
         if isinstance(cut, Experts):
-            number = cut.number(subject.inner)
+            number = number_in(subject.inner, cut.expert)
             if number is None:  # what all experts share, such as a router
                 return Said(Replicate(), why)
             if cut.expert not in self._experts:
-                numbers = [cut.number(each) for each in self._names]
+                numbers = [number_in(each, cut.expert) for each in self._names]
                 self._experts[cut.expert] = 1 + max(n for n in numbers if n is not None)
             return Said(Owner(number // -(-self._experts[cut.expert] // axis.size)), why)
         if not subject.tensor.shape:
@@ -108,7 +108,7 @@ class Cutter:
         self, cut: Cut, placement: Placement, subject: Subject, axis: Axis
     ) -> tuple[str, ...]:
         """The sizes without which nobody knows whether the axis cuts heads in two."""
-        unknown = tuple(cut.unknown(self._sizes))
+        unknown = tuple(name for each in cut.expressions for name in each.unknown(self._sizes))
         if not unknown or not isinstance(placement, Shard) or axis.size == 1:
             return ()
         index = self._source.get(axis.kind)
@@ -196,7 +196,7 @@ def subjects_of(tensors: Sequence[Tensor]) -> list[Subject]:
     by_name = {tensor.name: tensor for tensor in tensors}
     # A parameter and its state have one: found once for all of them.
     inners: dict[str | None, str] = {None: ""}
-    inners |= {tensor.of: _inside(tensor.of.split("/")) for tensor in tensors if tensor.of}
+    inners |= {tensor.of: ruled_name(tensor) for tensor in tensors if tensor.of}
     parameters = {ruled_name(tensor): tensor for tensor in tensors if tensor.is_parameter}
     # For a parameter that is not there stands the largest of its state: it has its shape.
     absent: dict[str, Tensor] = {}
@@ -225,9 +225,5 @@ def ruled_name(tensor: Tensor) -> str:
     nodes = (tensor.of or tensor.name).split("/")
     if tensor.of is None and tensor.role == "optimizer" and len(nodes) > 2:
         nodes = nodes[:-1]
-    return _inside(nodes)
-
-
-def _inside(nodes: list[str]) -> str:
     inner = "/".join(nodes[1:] or nodes)
     return unquote(inner) if "%" in inner else inner

@@ -99,14 +99,18 @@ def decide(
         kind = subject.tensor.name if one_by_one else cutter.kind(subject)
         row = kinds.get(kind)
         if row is None:
-            row = kinds[kind] = _Row([], [Replicate() for _ in target.mesh.axes])
+            row = kinds[kind] = _Row(subject, [Replicate() for _ in target.mesh.axes])
         row.subjects.append(subject)
         rows.append(row)
     distinct = list(kinds.values())
     _cut(distinct, cutter, source, target, rules)
-    for i, axis in enumerate(target.mesh.axes):
+    sharders = [i for i, axis in enumerate(target.mesh.axes) if axis.kind in _SHARDERS]
+    for i in sharders:
         for row in distinct:
-            if axis.kind in _SHARDERS and row.is_sharded:
+            # They cut parameters, and what follows these in their shape.
+            subject = row.subject
+            follows = subject.lead is not subject.tensor or subject.tensor.role == "optimizer"
+            if subject.has_shape_of_lead and (subject.tensor.is_parameter or follows):
                 right = row.placements[i + 1 :]
                 is_cut = any(isinstance(each, Shard) and each.dim == 0 for each in right)
                 row.placements[i] = Strided(0) if is_cut else Shard(0)
@@ -127,8 +131,10 @@ _Answer: TypeAlias = tuple[tuple[Placement, ...], str, tuple[str, ...], tuple[st
 class _Row:
     """Tensors that are cut alike, while they are being placed."""
 
-    subjects: list[Subject]
+    subject: Subject
+    """The first of them, which stands for all."""
     placements: list[Placement]
+    subjects: list[Subject] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     unknown_sizes: list[str] = field(default_factory=list)
@@ -142,17 +148,6 @@ class _Row:
         elif axis.size > 1:
             self.unknown.append(axis.name)
             self.why.append("no rule")
-
-    @property
-    def subject(self) -> Subject:
-        return self.subjects[0]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether fsdp cuts it: parameters, and what follows them in their shape."""
-        subject = self.subject
-        follows = subject.lead is not subject.tensor or subject.tensor.role == "optimizer"
-        return subject.has_shape_of_lead and (subject.tensor.is_parameter or follows)
 
     @property
     def placed(self) -> _Answer:

@@ -13,7 +13,7 @@ from typing import TypeAlias, cast, overload
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.model import Box, Grid, Layout, Replicas, Share
+from ckptkit.model import Box, Grid, Layout, Share
 from ckptkit.model.grid import I64
 from ckptkit.plan.chunks import chunks_in
 
@@ -399,15 +399,13 @@ def writers(layout: Layout) -> Iterator[list[tuple[Share, list[int]]]]:
     # Parts that overlap have holders of each stretch of their own: no part stands for others then.
     is_tangled, every = layout.is_tangled, range(layout.strategy.world_size)
     for rank in every if is_tangled else layout.distinct_ranks():
-        yield [
-            (share, [rank] if is_tangled else _members(layout, share.replicas))
-            for share in layout.shares(rank)
-        ]
-
-
-def _members(layout: Layout, replicas: Replicas) -> list[int]:
-    """The ranks that hold the same: along each axis some, in all combinations."""
-    members = np.ix_(*(list(cast("Iterable[int]", along)) for along in replicas.key))
-    ranks = np.ravel_multi_index(members, layout.strategy.mesh.sizes)
-    found: list[int] = np.reshape(ranks, -1).tolist()
-    return found
+        found = []
+        for share in layout.shares(rank):
+            ranks = [rank]
+            if not is_tangled:
+                # Who holds the same: along each axis some, in all combinations.
+                along = (list(cast("Iterable[int]", some)) for some in share.replicas.key)
+                members = np.ravel_multi_index(np.ix_(*along), layout.strategy.mesh.sizes)
+                ranks = np.reshape(members, -1).tolist()
+            found.append((share, ranks))
+        yield found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -84,16 +85,12 @@ def _environment() -> object:
     """What else a client depends on: the variables and files that it may have read, and the
     process, as no connection outlives a fork.
     """
-
-    def changed(file: Path) -> int:
-        try:
-            return file.stat().st_mtime_ns
-        except OSError:
-            return 0
-
     found = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
-    files = [*aws_files(), Path(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", ""))]
-    return os.getpid(), tuple(sorted(found.items())), tuple(map(changed, files))
+    changed = {}
+    for file in (*aws_files(), Path(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", ""))):
+        with suppress(OSError):
+            changed[file] = file.stat().st_mtime_ns
+    return os.getpid(), tuple(sorted(found.items())), tuple(changed.items())
 
 
 def _new_client(top: Location, settings: Settings) -> Client:
