@@ -232,14 +232,6 @@ class Mesh:
             rank = rank * axis.size + coord
         return rank
 
-    def index(self, name: str) -> int:
-        """The position of the axis of this name."""
-        for i, axis in enumerate(self.axes):
-            if axis.name == name:
-                return i
-        names = ", ".join(axis.name for axis in self.axes) or "none"
-        raise StrategyError("no such axis", value=name, hint=f"the axes of this mesh: {names}")
-
 
 _GRAMMAR = (
     "accepted are replicate, shard(0), shard(0, blocks=[4096,1024,1024], unit=128), "

@@ -23,7 +23,6 @@ def test_the_first_axis_is_the_slowest() -> None:
     mesh = Mesh((Axis("ddp", "ddp", 2), Axis("tp", "tp", 3)))
     assert mesh.coords(4) == (1, 1)
     assert mesh.sizes == (2, 3)
-    assert mesh.index("tp") == 1
 
 
 def test_no_axes_are_one_rank() -> None:
@@ -65,7 +64,6 @@ def test_places_off_the_mesh_are_refused() -> None:
         lambda: mesh.coords(-1),
         lambda: mesh.rank((2,)),
         lambda: mesh.rank(()),
-        lambda: mesh.index("pp"),
     ):
         with pytest.raises(StrategyError):
             call()
