@@ -261,13 +261,11 @@ def _reason(told: Sequence[tuple[bool, bytes] | None]) -> tuple[bool, bytes] | N
     written.
     """
     found = [each for each in told if each is not None]
-    for is_damage, said in found:
-        if not is_damage:
-            return is_damage, said
-    for is_damage, said in found:
-        if Failure.heard(said).kind == CorruptionError.__name__:
-            return is_damage, said
-    return found[0] if found else None
+    return min(
+        found,
+        key=lambda each: (each[0], Failure.heard(each[1]).kind != CorruptionError.__name__),
+        default=None,
+    )
 
 
 def check_whole(restored: Restored, damaged: Sequence[Damage]) -> None:

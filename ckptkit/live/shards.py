@@ -4,11 +4,12 @@ for any strategy, and the whole on rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
@@ -134,23 +135,7 @@ class DistributedModel:
         rules: RulesLike | None = None,
     ) -> None:
         known, said = Model(model), HandCuts.of(rules)
-        for module in (inner for outer in known.modules for inner in outer.modules()):
-            library = type(module).__module__.partition(".")[0]
-            if isinstance(module, DataParallel):
-                raise UnsupportedTypeError(
-                    "DataParallel copies a model to several devices of one process: nothing is "
-                    "spread",
-                    value=type(module).__name__,
-                    hint="pass its `.module`, or use DistributedDataParallel",
-                )
-            if library in _FOREIGN:
-                raise UnsupportedTypeError(
-                    f"how {library} spreads a model is not known here",
-                    value=type(module).__name__,
-                    hint="known are DistributedDataParallel, fully_shard, "
-                    "FullyShardedDataParallel, ZeroRedundancyOptimizer, parallelize_module and "
-                    "torch.distributed.pipelining",
-                )
+        _refuse_unknown(known.modules)
         self.model: Any = model
         """What was passed."""
         self.mesh = known.mesh if mesh is None else mesh
@@ -280,6 +265,24 @@ def save_distributed(
     strategy = DistributedModel(model, optimizer, mesh=checkpointer.mesh).strategy
     saved = checkpointer.save(step, model=model, optimizer=optimizer, **others)
     return strategy if saved else None
+
+
+def _refuse_unknown(modules: Sequence[nn.Module]) -> None:
+    for module in (inner for outer in modules for inner in outer.modules()):
+        library = type(module).__module__.partition(".")[0]
+        if isinstance(module, DataParallel):
+            raise UnsupportedTypeError(
+                "DataParallel copies a model to several devices of one process: nothing is spread",
+                value=type(module).__name__,
+                hint="pass its `.module`, or use DistributedDataParallel",
+            )
+        if library in _FOREIGN:
+            raise UnsupportedTypeError(
+                f"how {library} spreads a model is not known here",
+                value=type(module).__name__,
+                hint="known are DistributedDataParallel, fully_shard, FullyShardedDataParallel, "
+                "ZeroRedundancyOptimizer, parallelize_module and torch.distributed.pipelining",
+            )
 
 
 def _metadata(snapshot: Snapshot, training: Training) -> ShardingMetadata:
