@@ -38,16 +38,16 @@ _Key = tuple[int, int, int]
 _UsedBuffer = tuple[torch.Tensor, Sequence[torch.cuda.Event]]
 
 
+@dataclass(eq=False, repr=False)
 class Offloaded:
     """The forward of a block that leaves nothing on the device but its result.
 
     A closure would do, but a copy of the model copies this, with the block that it then belongs to.
     """
 
-    def __init__(self, block: nn.Module, plain: Callable[..., Any], memory: HostMemory) -> None:
-        self.plain_forward = plain
-        self._block = block
-        self._memory = memory
+    _block: nn.Module
+    plain_forward: Callable[..., Any]
+    _memory: HostMemory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -429,15 +429,15 @@ class _Runs:
     at_once: int = 0
 
 
+@dataclass(slots=True)
 class _BlockProbe:
     """What the blocks of one step tell, to a meter and to a clock."""
 
-    def __init__(self) -> None:
-        self.meter = ActivationMeter()
-        self.found: dict[str, _Runs] = {}
-        self.before = 0
-        self.after = 0
-        self.has_backward = False
+    meter: ActivationMeter = field(default_factory=ActivationMeter)
+    found: dict[str, _Runs] = field(default_factory=dict)
+    before: int = 0
+    after: int = 0
+    has_backward: bool = False
 
     def forward_of(self, name: str, block: nn.Module, plain: Callable[..., Any]) -> Any:
         """A forward of a block that runs it to measure it, and then as the step does."""

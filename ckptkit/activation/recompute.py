@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -129,6 +129,7 @@ class _EachTime(ExitStack):
         return self
 
 
+@dataclass(eq=False, repr=False)
 class Undo:
     """Gives the blocks their own forwards back, when it is called.
 
@@ -141,9 +142,8 @@ class Undo:
     ()
     """
 
-    def __init__(self) -> None:
-        # The block, the forward that was its own (None: that of its class), and ours.
-        self._blocks: dict[str, tuple[nn.Module, Any, Any]] = {}
+    # The block, the forward that was its own (None: that of its class), and ours.
+    _blocks: dict[str, tuple[nn.Module, Any, Any]] = field(default_factory=dict)
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -416,6 +416,7 @@ class _BufferCopy:
         return not torch.equal(bytes_of(self.tensor.to("cpu")), bytes_of(buffer.to("cpu")))
 
 
+@dataclass(eq=False, repr=False)
 class BufferCopies:
     """Copies of the buffers of blocks from before a forward, made as rarely as can be.
 
@@ -425,12 +426,13 @@ class BufferCopies:
     those of others in some forwards.
     """
 
-    def __init__(self) -> None:
-        self._shared: MutableMapping[torch.Tensor, _BufferCopy] = WeakTensorKeyDictionary()
-        self._made: WeakKeyDictionary[nn.Module, Counter[str]] = WeakKeyDictionary()
-        self._forwards: WeakKeyDictionary[nn.Module, Counter[tuple[bool, ...]]] = (
-            WeakKeyDictionary()
-        )
+    _shared: MutableMapping[torch.Tensor, _BufferCopy] = field(
+        default_factory=WeakTensorKeyDictionary
+    )
+    _made: WeakKeyDictionary[nn.Module, Counter[str]] = field(default_factory=WeakKeyDictionary)
+    _forwards: WeakKeyDictionary[nn.Module, Counter[tuple[bool, ...]]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def __reduce__(self) -> tuple[type[BufferCopies], tuple[()]]:
         # A copy of a model, or a pickle of it, has buffers of its own.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from itertools import count
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -263,7 +263,7 @@ def _check_tensor(layer: LayerId, tensor: object) -> None:
         )
 
 
-class DistributedActivationStore:
+class DistributedActivationStore(Closing):
     """A store on each rank of a process group (None: all ranks), made by all of them together.
 
     `register`, `retrieve` and `retrieve_or_fetch` are each rank's own affair: a fetch is answered
@@ -418,12 +418,9 @@ class DistributedActivationStore:
             self._transport.close()
             self.local.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         try:
-            if kind is None:
+            if raised[0] is None:
                 self.clear_everywhere()
         finally:
             self.close()

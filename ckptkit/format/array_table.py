@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -139,6 +139,7 @@ class ArrayTable:
         return found
 
 
+@dataclass(eq=False)
 class ArrayTables:
     """The tables of one save's records: equal ones are one object, so that what has to be done for
     each table is not done for each rank.
@@ -146,12 +147,11 @@ class ArrayTables:
     Usable from several threads once rank 0's record has been read.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[bytes, int], ArrayTable] = {}
-        self.first: ArrayTable | None = None
-        """The table of rank 0's record, once it is read."""
-        self.documents: dict[bytes, Entries] = {}
-        """What records say of Zarr documents, packed, that was read before."""
+    first: ArrayTable | None = None
+    """The table of rank 0's record, once it is read."""
+    documents: dict[bytes, Entries] = field(default_factory=dict)
+    """What records say of Zarr documents, packed, that was read before."""
+    _known: dict[tuple[bytes, int], ArrayTable] = field(default_factory=dict)
 
     def add(self, table: ArrayTable, axes: int) -> None:
         """Make a table known that was read before: it is not read again, and stands in for rank 0's

@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -223,11 +223,11 @@ _CUTS = "write replicate, shard(0) or {shard: 0, blocks: [...], unit: n}"
 _HINT = "schemas/RULES.md says what a rules file holds"
 
 
+@dataclass(slots=True)
 class _Problems:
     """What is wrong with a document, and where; reading goes on with what is left."""
 
-    def __init__(self) -> None:
-        self.found: list[str] = []
+    found: list[str] = field(default_factory=list)
 
     def add(self, where: str, what: str) -> None:
         self.found.append(f"{where}: {what}")

@@ -418,16 +418,16 @@ def retried(deadline: float, operation: str, where: str, do: Callable[[], T]) ->
         attempt += 1
 
 
+@dataclass(eq=False)
 class BodyCheck:
     """Compares what was sent with the ETag that S3 gives an object: its MD5, or of several pieces
     that of their MD5s.
     """
 
-    def __init__(self, piece_size: int) -> None:
-        self._piece_size = piece_size
-        self._pieces: list[hashlib._Hash] = []
-        self._missing = 0
-        """What the last piece takes yet."""
+    _piece_size: int
+    _pieces: list[hashlib._Hash] = field(default_factory=list)
+    _missing: int = 0
+    """What the last piece takes yet."""
 
     def add(self, data: memoryview) -> None:
         """Take what comes next."""
