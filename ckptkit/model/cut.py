@@ -58,11 +58,23 @@ class AxisCut:
 
     def lengths(self, length: int) -> set[int]:
         """All lengths that pieces of this length can have; refuses a length that does not fit."""
-        blocks = self.blocks or (length,)
-        self._check(length, blocks)
+        blocks, where = self.blocks or (length,), f"axis {self.name}"
+        if sum(blocks) != length:
+            raise LayoutError(f"the blocks must add up to {length}", where=where, value=self.blocks)
         # The length of a piece changes behind the last full piece of a block, and nowhere else.
         coords = {0}
         for block in blocks:
+            if block % self.unit:
+                raise LayoutError(
+                    f"a length of {block} is no multiple of the unit", where=where, value=self.unit
+                )
+            units = block // self.unit
+            if self.unit > 1 and 0 < units < self.size and self.size % units:
+                raise LayoutError(
+                    f"{units} units cannot be shared evenly by the ranks of the axis",
+                    where=where,
+                    value=self.size,
+                )
             full = block // (self._step(block) or 1)
             coords |= {c for c in (full, full + 1) if c < self.size}
         spans = [[self._span(block, c) for block in blocks] for c in coords]
@@ -88,23 +100,6 @@ class AxisCut:
         step = self._step(block)
         place = coord // self.group(block)
         return min(place * step, block), min((place + 1) * step, block)
-
-    def _check(self, length: int, blocks: tuple[int, ...]) -> None:
-        where = f"axis {self.name}"
-        if sum(blocks) != length:
-            raise LayoutError(f"the blocks must add up to {length}", where=where, value=self.blocks)
-        for block in blocks:
-            if block % self.unit:
-                raise LayoutError(
-                    f"a length of {block} is no multiple of the unit", where=where, value=self.unit
-                )
-            units = block // self.unit
-            if self.unit > 1 and 0 < units < self.size and self.size % units:
-                raise LayoutError(
-                    f"{units} units cannot be shared evenly by the ranks of the axis",
-                    where=where,
-                    value=self.size,
-                )
 
 
 @dataclass(frozen=True, slots=True)

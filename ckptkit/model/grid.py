@@ -40,17 +40,34 @@ class Grid:
         for length in self.shape:
             if not 0 <= length <= MAX_COORDINATE:
                 raise LayoutError("a dim of an array is from 0 to 2**62", value=self.shape)
+        counts = []
         if self._chunk_shape is not None:
-            counts = _regular_counts(self.shape, self._chunk_shape)
+            if len(self._chunk_shape) != len(self.shape):
+                what = f"the chunk shape has not the rank of {self.shape}"
+                raise LayoutError(what, value=self._chunk_shape)
+            for length, chunk in zip(self.shape, self._chunk_shape, strict=True):
+                if not 1 <= chunk <= MAX_COORDINATE:
+                    raise LayoutError(
+                        "a dim of a chunk is from 1 to 2**62", value=self._chunk_shape
+                    )
+                counts.append(-(-length // chunk))
         elif self._edges is not None:
-            counts = _rectilinear_counts(self.shape, self._edges)
+            if len(self._edges) != len(self.shape):
+                raise LayoutError(f"the edges have not the rank of {self.shape}", value=self._edges)
+            for length, inner in zip(self.shape, self._edges, strict=True):
+                last = 0
+                for edge in inner:
+                    if not last < edge < length:
+                        raise LayoutError(f"edges must rise between 0 and {length}", value=edge)
+                    last = edge
+                counts.append(len(inner) + 1 if length else 0)
         else:
             raise LayoutError("a grid has either a chunk shape or edges", value=self.shape)
         # Of an empty array too, which has none of them: nobody may walk along its other dims.
         most = math.prod(max(1, count) for count in counts)
         if most > MAX_CHUNKS:
             raise LayoutError("a grid of more than 2**40 chunks", value=most)
-        object.__setattr__(self, "counts", counts)
+        object.__setattr__(self, "counts", tuple(counts))
         object.__setattr__(self, "chunk_count", math.prod(counts))
 
     @classmethod
@@ -159,10 +176,18 @@ class Grid:
         self._check_inside(box)
         if box.is_empty:
             return (range(0),) * box.ndim
-        return tuple(
-            self._span(dim, a, a + n)
-            for dim, (a, n) in enumerate(zip(box.offset, box.shape, strict=True))
-        )
+        spans = []
+        for dim, (start, length) in enumerate(zip(box.offset, box.shape, strict=True)):
+            stop = start + length
+            if self._chunk_shape is not None:
+                chunk = self._chunk_shape[dim]
+                spans.append(range(start // chunk, -(-stop // chunk)))
+            else:
+                # An edge belongs to the chunk behind it: what starts there starts with that one,
+                # and what stops there has nothing of it.
+                edges = self.edges[dim]
+                spans.append(range(bisect_right(edges, start), bisect_left(edges, stop) + 1))
+        return tuple(spans)
 
     def is_whole(self, box: Box) -> bool:
         """Whether the box is a whole number of chunks, none included."""
@@ -198,15 +223,6 @@ class Grid:
         fields.finish()
         return found
 
-    def _span(self, dim: int, start: int, stop: int) -> range:
-        if self._chunk_shape is not None:
-            chunk = self._chunk_shape[dim]
-            return range(start // chunk, -(-stop // chunk))
-        edges = self.edges[dim]
-        # An edge belongs to the chunk behind it: what starts there starts with that one, and what
-        # stops there has nothing of it.
-        return range(bisect_right(edges, start), bisect_left(edges, stop) + 1)
-
     def _is_border(self, dim: int, at: int) -> bool:
         if at in (0, self.shape[dim]):
             return True
@@ -229,32 +245,5 @@ class Grid:
             raise LayoutError(f"the box is not inside an array of {self.shape}", value=box)
 
 
-@lru_cache(maxsize=4096)
-def _regular(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Grid:
-    """Layers are alike: a document of 100,000 arrays has a few dozen grids."""
-    return Grid(shape, chunk_shape)
-
-
-def _regular_counts(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(chunk_shape) != len(shape):
-        raise LayoutError(f"the chunk shape has not the rank of {shape}", value=chunk_shape)
-    for length in chunk_shape:
-        if not 1 <= length <= MAX_COORDINATE:
-            raise LayoutError("a dim of a chunk is from 1 to 2**62", value=chunk_shape)
-    return tuple([-(-n // c) for n, c in zip(shape, chunk_shape, strict=True)])
-
-
-def _rectilinear_counts(
-    shape: tuple[int, ...], edges: tuple[tuple[int, ...], ...]
-) -> tuple[int, ...]:
-    if len(edges) != len(shape):
-        raise LayoutError(f"the edges have not the rank of {shape}", value=edges)
-    counts = []
-    for length, inner in zip(shape, edges, strict=True):
-        last = 0
-        for edge in inner:
-            if not last < edge < length:
-                raise LayoutError(f"edges must rise between 0 and {length}", value=edge)
-            last = edge
-        counts.append(len(inner) + 1 if length else 0)
-    return tuple(counts)
+# Layers are alike: a document of 100,000 arrays has a few dozen grids.
+_regular = lru_cache(maxsize=4096)(Grid)

@@ -199,11 +199,7 @@ def layout_of(
     return _layout_of(tuple(map(operator.index, shape)), Strategy.of(strategy), tuple(placements))
 
 
-@lru_cache(maxsize=8192)
-def _layout_of(
-    shape: tuple[int, ...], strategy: Strategy, placements: tuple[Placement, ...]
-) -> Layout:
-    return Layout(shape, strategy, placements)
+_layout_of = lru_cache(maxsize=8192)(Layout)
 
 
 def _check_placements(

@@ -417,8 +417,17 @@ class DirectFile:
         # Only on a device of its own: in memory, taking space is most of the work, and would be
         # that of one thread; on a network or copied on write it promises little.
         on_device = os.major(os.fstat(self._descriptor).st_dev) != 0
-        if not size or (on_device and _fallocate(self._descriptor, size)):
+        if not size:
             return
+        allocate = _libc_fallocate() if on_device else None
+        while allocate is not None:
+            if not allocate(self._descriptor, 0, 0, size):
+                return
+            code = ctypes.get_errno()
+            if code in _UNSUPPORTED:
+                break  # not every file system can
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
         # Where it cannot be taken, at least look.
         if size > free_bytes(self._descriptor):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -466,20 +475,6 @@ def free_bytes(place: Path | int) -> int:
     """The bytes that are free on the file system of a folder, or of an open file."""
     system = os.statvfs(place)
     return system.f_bavail * system.f_frsize
-
-
-def _fallocate(descriptor: int, size: int) -> bool:
-    """Whether the space was taken; not every system and file system can."""
-    function = _libc_fallocate()
-    if function is None:
-        return False
-    while function(descriptor, 0, 0, size):
-        code = ctypes.get_errno()
-        if code in _UNSUPPORTED:
-            return False
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
-    return True
 
 
 @cache

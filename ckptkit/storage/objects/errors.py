@@ -205,6 +205,14 @@ _BROKEN = {
     *("ClientPayloadError", "ServerDisconnectedError", "ClientOSError", "ClientConnectionError"),
     *("IncompleteReadError", "ResponseStreamingError", "ContentLengthError", "ChecksumError"),
 }
+# Where the connection tells nothing: the first that fits.
+_OTHERS: tuple[tuple[type[OSError], set[str], str], ...] = (
+    (TimeoutError, _SLOW, "slow"),
+    (ConnectionError, _BROKEN, "broken"),
+    (FileNotFoundError, set(), "absent"),
+    (FileExistsError, set(), "taken"),
+    (PermissionError, set(), "AccessDenied"),
+)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -231,8 +239,9 @@ def translation(
             return trouble(kind, where)
     # The nearest cause counts: a full disk may be met while a missing file is dealt with.
     for cause in _causes(error):
-        if kind := _other_trouble(cause):
-            return trouble(kind, where)
+        for known, names, kind in _OTHERS:
+            if isinstance(cause, known) or type(cause).__name__ in names:
+                return trouble(kind, where)
         if isinstance(cause, OSError) and cause.errno in _DISK:
             return refusal(cause, where)
     return error_of(Answer(message=f"{type(error).__name__}: {error}"), where, secrets)
@@ -287,16 +296,3 @@ def _connection_trouble(error: BaseException) -> str:
         if name in _UNTRUSTED or isinstance(error, ssl.SSLCertVerificationError):
             return "untrusted"
     return "refused" if isinstance(error, ConnectionRefusedError) else ""
-
-
-def _other_trouble(error: BaseException) -> str:
-    name = type(error).__name__
-    if isinstance(error, TimeoutError) or name in _SLOW:
-        return "slow"
-    if isinstance(error, ConnectionError) or name in _BROKEN:
-        return "broken"
-    if isinstance(error, FileNotFoundError):
-        return "absent"
-    if isinstance(error, FileExistsError):
-        return "taken"
-    return "AccessDenied" if isinstance(error, PermissionError) else ""
