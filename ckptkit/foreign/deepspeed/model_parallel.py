@@ -121,10 +121,11 @@ def joined(
     for name in names:
         keys = {key for rank in ranks for key in rank.states.get(name, ())}
         for rank, file in zip(ranks, files, strict=True):
-            if name not in rank.tensors:
-                raise _lacking(name, file)
-            if lost := keys - rank.states.get(name, {}).keys():
-                raise _lacking(f"state {min(lost)} of {name}", file)
+            lost = keys - rank.states.get(name, {}).keys()
+            if name not in rank.tensors or lost:
+                lacks = f"state {min(lost)} of {name}" if name in rank.tensors else name
+                what = f"this rank of tensor parallelism has no {lacks}, and another one has"
+                raise FormatError(what, where=file, hint=MIXED)
     patterns = _Patterns(info, len(ranks), where)
     first = ranks[0]
     found = replace(first, tensors={}, states={}, cuts={})
@@ -152,11 +153,6 @@ def joined(
         if states[0]:
             found.states[name] = states[0]
     return found
-
-
-def _lacking(what: str, file: str) -> FormatError:
-    what = f"this rank of tensor parallelism has no {what}, and another one has"
-    return FormatError(what, where=file, hint=MIXED)
 
 
 class _Patterns:

@@ -298,7 +298,9 @@ class _Interpreter:
                 hint="nothing of it was run; save the tensors without that object",
             )
 
-    def call(self) -> None:
+    def call(self, keywords: object = None) -> None:
+        if keywords:
+            raise ValueError("keywords are passed")
         args = self.stack.pop()
         called = self.stack.pop()
         if type(called) is not Global or type(args) is not tuple:
@@ -379,24 +381,6 @@ class _Interpreter:
         if self.number(1) > 5:
             raise ValueError("a protocol of a later Python")
 
-    def marked_tuple(self) -> None:
-        parts = self.marked()
-        self.push(tuple(parts), parts)
-
-    def set_item(self) -> None:
-        value = self.stack.pop()
-        key = self.stack.pop()
-        self.put([key, value])
-
-    def new_with_keywords(self) -> None:
-        if self.stack.pop():
-            raise ValueError("keywords are passed")
-        self.call()
-
-    def marked_list(self) -> None:
-        made = self.marked()
-        self.push(made, made)
-
 
 # What most of a pickle is made of; with no call in between, for there are millions of them.
 def _short_text(it: _Interpreter) -> None:
@@ -449,14 +433,14 @@ _ACTIONS: dict[int, Callable[[_Interpreter], object]] = {
     **dict.fromkeys((0x8E, 0x96), lambda it: it.raw(it.number(8))),
     ord(")"): lambda it: it.stack.append(()),
     **{0x84 + n: partial(_Interpreter.tuple_of, count=n) for n in (1, 2, 3)},
-    ord("t"): _Interpreter.marked_tuple,
+    ord("t"): lambda it: it.push(tuple(parts := it.marked()), parts),
     ord("]"): lambda it: it.push([]),
-    ord("l"): _Interpreter.marked_list,
+    ord("l"): lambda it: it.push(made := it.marked(), made),
     ord("a"): lambda it: it.extend([it.stack.pop()]),
     **dict.fromkeys((ord("e"), 0x90), lambda it: it.extend(it.marked())),
     ord("}"): lambda it: it.push({}),
     ord("d"): _Interpreter.dict_of,
-    ord("s"): _Interpreter.set_item,
+    ord("s"): lambda it: it.put([it.stack.pop(), it.stack.pop()][::-1]),  # on top is the value
     ord("u"): lambda it: it.put(it.marked()),
     0x8F: lambda it: it.push(set()),
     0x91: _Interpreter.frozen_set,
@@ -465,7 +449,7 @@ _ACTIONS: dict[int, Callable[[_Interpreter], object]] = {
     ord("c"): lambda it: it.find(it.line(), it.line()),
     0x93: lambda it: it.find(name=it.stack.pop(), module=it.stack.pop()),
     **dict.fromkeys((ord("R"), 0x81), _Interpreter.call),
-    0x92: _Interpreter.new_with_keywords,
+    0x92: lambda it: it.call(keywords=it.stack.pop()),
     ord("b"): _Interpreter.build,
     ord("Q"): _Interpreter.persist,
 }

@@ -318,7 +318,7 @@ def read_database(folder: Folder, top: str) -> dict[str, Place]:
             spent += len(said.data) + len(node.prefix)
             if spent > MOST_BYTES:
                 raise FormatError(f"a tree of more than {MOST_BYTES} bytes", where=where)
-            if said.byte() != node.height:
+            if said.raw(1)[0] != node.height:
                 raise said.wrong("a node that is not as high as its parent says")
             files = said.files(node.base)
             if node.height:
@@ -335,7 +335,7 @@ def _roots(said: _Fields, top: str) -> list[_Node]:
     if said.number():
         raise said.wrong("a database whose manifest is in several files")
     said.numbers(2)  # the most bytes of a value inside of a node, and of a node
-    said.byte()
+    said.raw(1)  # how wide the tree of versions is
     if said.number():
         said.raw(4)  # the level of zstd
     files = said.files("")
@@ -420,9 +420,6 @@ class _Fields:
             raise self.wrong("it ends in the middle of a field")
         self._at += count
         return self.data[self._at - count : self._at]
-
-    def byte(self) -> int:
-        return self.raw(1)[0]
 
     def number(self) -> int:
         return self.numbers(1)[0]

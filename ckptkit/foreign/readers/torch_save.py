@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -292,15 +292,15 @@ def _is_whole(files: Mapping[int, str], world: int) -> bool:
     return len(files) == world and max(files) < world
 
 
+@dataclass(slots=True, eq=False)
 class _Merge:
     """Trees of all ranks made one: of a tensor the parts of all, of a value that of rank 0."""
 
-    def __init__(self, of_tensors: Mapping[int, MeshPart], where: str) -> None:
-        self._of_tensors = of_tensors
-        self._where = where
-        self.spreads: dict[tuple[Extent, ...], MeshPart] = {}
-        self.differing: set[str] = set()
-        """Paths of values that are not the same on all ranks."""
+    of_tensors: Mapping[int, MeshPart]
+    where: str
+    spreads: dict[tuple[Extent, ...], MeshPart] = field(default_factory=dict)
+    differing: set[str] = field(default_factory=set)
+    """Paths of values that are not the same on all ranks."""
 
     def merge(self, trees: Sequence[Any], path: Path) -> Any:
         first = trees[0]
@@ -328,7 +328,7 @@ class _Merge:
                 return {f"rank.{rank}": part for rank, part in enumerate(parts)}
             raise FormatError(
                 "the ranks' tensors differ, and do not say how they belong together",
-                where=f"{self._where}: {'.'.join(map(str, path))}",
+                where=f"{self.where}: {'.'.join(map(str, path))}",
                 value=sorted({str(part.shape) for part in parts}),
                 hint="plain tensors of ranks that each hold a part cannot be put together: "
                 "save DTensors, or with torch.distributed.checkpoint",
@@ -338,7 +338,7 @@ class _Merge:
         if extents and all(extent.box == whole for extent in extents):
             extents = extents[:1]  # a replica on each rank
         merged = replace(first, extents=extents)
-        spread = self._of_tensors.get(id(first))
+        spread = self.of_tensors.get(id(first))
         if spread is not None:
             self.spreads[extents] = spread
         return merged
