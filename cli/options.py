@@ -289,10 +289,6 @@ def size(text: str) -> Callable[[Any], Any]:
     return option("--set NAME=N...", text, into="sizes", callback=_sizes)
 
 
-def _with_config(*, config: dict[str, Any], sizes: dict[str, Any], **given: Any) -> dict[str, Any]:
-    return {"sizes": config | sizes, **given}  # what is set by itself wins
-
-
 # What says what is cut where, as the library takes it: `rules`, `sizes` and `replicate_unknown`.
 rules_options = _all(
     option(
@@ -308,7 +304,8 @@ rules_options = _all(
     ),
     size("One such size."),
     option("--replicate-unknown", "Replicate what no rule knows."),
-    later=_with_config,
+    # What is set by itself wins.
+    later=lambda *, config, sizes, **given: {"sizes": config | sizes, **given},
 )
 
 

@@ -11,7 +11,7 @@ import re
 import secrets
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import translate
 from math import prod
 from pathlib import Path
@@ -153,30 +153,29 @@ def describe(
     }
 
 
-def _matcher(pattern: str) -> Callable[[str], bool]:
-    """Whether a name is meant: by * and ?, and by {0..3,8} as alike names are shown."""
+def _meant(names: Iterable[str], pattern: str) -> list[str]:
+    """The names that are meant: by * and ?, and by {0..3,8} as alike names are shown."""
     # Of many runs the ones in the middle are shown as `..` alone.
     texts = (text.replace(",..,", "..").split(",") for text in _FOLDED.findall(pattern))
     spans = [[[int(end) for end in run.split("..")] for run in runs] for runs in texts]
     # No name has the character that stands for a number.
     numbered = translate(_FOLDED.sub("\0", pattern)).replace("\0", "([0-9]+)")
     find = re.compile(numbered).match
-
-    def is_meant(name: str) -> bool:
-        found = find(name)
-        return found is not None and all(
+    return [
+        name
+        for name in names
+        if (match := find(name))
+        and all(
             any(run[0] <= int(number) <= run[-1] for run in runs)
-            for number, runs in zip(found.groups(), spans, strict=True)
+            for number, runs in zip(match.groups(), spans, strict=True)
         )
-
-    return is_meant
+    ]
 
 
 def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | None) -> list[Doc]:
     names: Iterable[str] = checkpoint.names
     if pattern is not None:
-        matches = _matcher(pattern)
-        names = [name for name in names if matches(name)]
+        names = _meant(names, pattern)
         if not names:
             guess = nearest(pattern, checkpoint.names, 3)
             raise NotFoundError(

@@ -178,15 +178,11 @@ def asked_in_threads(ask: Callable[[T], R], items: Iterable[T], count: int) -> I
     with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
         # As many again wait their turn, so that no thread is idle while an answer is taken.
         under_way = [executor.submit(ask, item) for item in islice(left, 2 * count)]
-
-        def is_answered(seconds: float) -> bool:
-            return not wait(under_way[:1], seconds).not_done
-
         try:
             while under_way:
-                look_until(is_answered)
+                look_until(lambda seconds: not wait(under_way[:1], seconds).not_done)
                 answer = under_way.pop(0).result()
-                under_way += [executor.submit(ask, item) for item in islice(left, 1)]
+                under_way.extend(executor.submit(ask, item) for item in islice(left, 1))
                 yield answer
         finally:
             for future in under_way:

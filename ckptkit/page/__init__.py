@@ -438,12 +438,12 @@ def _strategy(strategy: Strategy) -> Facts:
     return {"text": str(strategy), "axes": axes}
 
 
+@dataclass(eq=False, slots=True)
 class Kinds:
     """What arrays are but for their names, each once: layers are alike."""
 
-    def __init__(self) -> None:
-        self._by_place: dict[int, int] = {}
-        self._by_value: dict[ArrayKind, int] = {}
+    _by_place: dict[int, int] = field(default_factory=dict)
+    _by_value: dict[ArrayKind, int] = field(default_factory=dict)
 
     def number(self, kind: ArrayKind) -> int:
         """Where the kind of an array stands in the list; the arrays live as long as this."""

@@ -293,7 +293,11 @@ class FinishedFiles:
         links = self._store.links("")
         for key in keys:
             size, crc = noted.get(key, (-1, 0)) if key not in links else (-1, 0)
-            if there.get(key) == size and self._crc(key, size) == crc:
+            is_whole = there.get(key) == size
+            if is_whole:
+                with self._store.open(key, size) as source:
+                    is_whole = crc_of(source, 0, size) == crc
+            if is_whole:
                 self._known[key] = size, crc
                 if progress:
                     progress(size)
@@ -312,10 +316,6 @@ class FinishedFiles:
         """All is there."""
         if self.note:
             self._store.delete([self.note])
-
-    def _crc(self, key: str, size: int) -> int:
-        with self._store.open(key, size) as source:
-            return crc_of(source, 0, size)
 
 
 # Each file is filled some bytes at a time, by a few threads.

@@ -274,21 +274,20 @@ class SharedChunk:
     failed: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class SharedChunks:
     """Chunks of the source of which several packs need a part: read once, by whoever comes first,
-    and kept within `nbytes`, those that were used last.
+    and kept as long as there is room, those that were used last.
     """
 
-    def __init__(
-        self, arrays: Sequence[ArrayInfo], read: Callable[[Sequence[Wanted]], None], nbytes: int
-    ) -> None:
-        """Chunks of these arrays of the source, which `read` reads whole and checks."""
-        self._arrays = arrays
-        self._read = read
-        self._room = nbytes
-        # By the number of an array of the source, and that of a chunk.
-        self._kept: OrderedDict[tuple[int, int], SharedChunk] = OrderedDict()
-        self._lock = threading.Lock()
+    _arrays: Sequence[ArrayInfo]
+    _read: Callable[[Sequence[Wanted]], None]
+    """Reads chunks of these arrays whole, and checks them."""
+    _room: int
+    """How many bytes more may be kept."""
+    _kept: OrderedDict[tuple[int, int], SharedChunk] = field(default_factory=OrderedDict)
+    """By the number of an array of the source, and that of a chunk."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, boxes: Iterable[Wanted]) -> None:
         """Fill what is wanted. A thread reads the chunks that nobody has read yet, then waits for

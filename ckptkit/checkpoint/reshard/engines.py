@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from multiprocessing import resource_tracker
 from typing import Any
@@ -252,12 +252,12 @@ def _ray_executor(address: str) -> Iterator[Executor]:
             ray.shutdown()
 
 
+@dataclass(eq=False)
 class _RayExecutor(Executor):
     """Tasks as Ray has them, futures as everybody has them."""
 
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-        self._watchers: list[threading.Thread] = []
+    _ray: Any
+    _watchers: list[threading.Thread] = field(default_factory=list)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

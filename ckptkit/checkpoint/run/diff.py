@@ -264,9 +264,11 @@ class Diff:
         for name, places in fold_names([each.name for each in others], kinds):
             count = f", {len(places)} x" if len(places) > 1 else ""
             found.append(str(replace(others[places[0]], name=f"{name}{count}")))
-        values = {each.name: each for each in self.arrays if each.values is not None}
-        ordered = [values[name] for name in natural_order(values)]
-        return [*found, *map(str, sorted(ordered, key=_nearness))]
+        apart = {e.name: (e.values.max_abs, e) for e in self.arrays if e.values is not None}
+        ordered = [apart[name] for name in natural_order(apart)]
+        # Of a NaN there is no difference: it comes before all of them.
+        ordered.sort(key=lambda pair: -math.inf if pair[0] is None else -pair[0])
+        return [*found, *(str(each) for _, each in ordered)]
 
     def summary(self) -> str:
         """What came of it, on one line."""
@@ -291,12 +293,6 @@ class Diff:
         if self.objects:
             facts["objects"] = ", ".join(each.name for each in self.objects[:_SHOWN])
         return card("diff", facts, table(("array", "differs"), rows))
-
-
-def _nearness(found: ArrayDifference) -> float:
-    """What those with the largest difference have least of; of a NaN there is no difference."""
-    largest = None if found.values is None else found.values.max_abs
-    return -math.inf if largest is None else -largest
 
 
 # How far apart two values are: elements of arrays, by their bits or within a tolerance, and what is

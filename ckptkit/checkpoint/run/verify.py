@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -266,14 +266,11 @@ class Digest:
     arrays: dict[str, str]
     """By name; tied arrays are there under each of their names."""
     objects: dict[str, str]
+    algorithm: ClassVar[str] = DIGEST_ALGORITHM
+    """The hash that all of them are made with."""
 
     def __repr__(self) -> str:
         return f"Digest({self.step!r}, of {counted(len(self.arrays), 'array')})"
-
-    @property
-    def algorithm(self) -> str:
-        """The hash that all of them are made with."""
-        return DIGEST_ALGORITHM
 
     def findings(self, checkpoint: Checkpoint) -> list[Finding]:
         """What is wrong if this is the digest of a step: it may have another one on record."""
