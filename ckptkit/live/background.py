@@ -86,12 +86,9 @@ class Tiers:
         if not self._has_looked:
             self._mirror.look(ranks)
             self._has_looked = True
-
-        def newest() -> tuple[int, bytes] | None:
-            failure = self._uploads.newest_failure()
-            return (failure[0], Failure.of(0, failure[1]).said()) if failure else None
-
-        found: tuple[int, bytes] | None = ranks.share(newest)
+        failure = self._uploads.newest_failure()
+        told = (failure[0], Failure.of(0, failure[1]).said()) if failure else None
+        found: tuple[int, bytes] | None = ranks.share(lambda: told)
         return found
 
     def turn(self, ranks: Ranks, step: int | None) -> Callable[[], None]:

@@ -339,11 +339,8 @@ class _SharedBox:
     target: torch.Tensor
     order: tuple[int, int]
     """The pack and the offset of its first chunk."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes, as the step has them."""
-        return self.box.size * self.array.dtype.itemsize
+    nbytes: int
+    """As the step has them."""
 
     @property
     def padded(self) -> int:
@@ -358,13 +355,15 @@ def _shares(
     manifest, found = checkpoint.manifest, []
     for held, array in fillings:
         grid, start = array.grid, checkpoint.first_row(array.name)
+        itemsize = array.dtype.itemsize
         for box, inside in boxes_here(topology, held):
             memory = held.local[inside]
-            for piece in readable_pieces(grid, box, array.dtype.itemsize, _PIECE_BYTES):
+            for piece in readable_pieces(grid, box, itemsize, _PIECE_BYTES):
                 row = start + grid.flat(tuple(span[0] for span in grid.span(piece)))
                 order = int(manifest.pack[row]), int(manifest.offset[row])
                 there: tuple[Any, ...] = (*piece.within(box), ...)
-                found.append(_SharedBox(array, piece, memory[there], order))
+                nbytes = piece.size * itemsize
+                found.append(_SharedBox(array, piece, memory[there], order, nbytes))
     return sorted(found, key=lambda share: (share.order, share.array.name, share.box.offset))
 
 

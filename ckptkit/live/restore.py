@@ -238,7 +238,15 @@ def raise_alike(ranks: Ranks, error: Exception | None) -> None:
     # A rank that only knows that others did not come has no reason of its own.
     if error is not None and not isinstance(error, PeerError):
         told = isinstance(error, FormatError), Failure.of(ranks.rank, error).said()
-    found: tuple[bool, bytes] | None = ranks.agree(told, _reason)
+    # What counts is what is no damage, and then bytes that are not as they were written.
+    found: tuple[bool, bytes] | None = ranks.agree(
+        told,
+        lambda heard: min(
+            (each for each in heard if each is not None),
+            key=lambda each: (each[0], Failure.heard(each[1]).kind != CorruptionError.__name__),
+            default=None,
+        ),
+    )
     if found is not None:
         is_damage, said = found
         first = Failure.heard(said)
@@ -254,18 +262,6 @@ def raise_alike(ranks: Ranks, error: Exception | None) -> None:
             raise first.error(NOT_LOADED, kind) from error
     if error is not None:
         raise error
-
-
-def _reason(told: Sequence[tuple[bool, bytes] | None]) -> tuple[bool, bytes] | None:
-    """What counts of what ranks say: what is no damage first, then bytes that are not as they were
-    written.
-    """
-    found = [each for each in told if each is not None]
-    return min(
-        found,
-        key=lambda each: (each[0], Failure.heard(each[1]).kind != CorruptionError.__name__),
-        default=None,
-    )
 
 
 def check_whole(restored: Restored, damaged: Sequence[Damage]) -> None:

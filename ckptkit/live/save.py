@@ -241,11 +241,9 @@ def _agree(
     # With stages all ranks meet: the first one may have nothing to compare where others have.
     compares = ranks.world_size > 1 and bool(replicas or trees or pipeline is not None)
 
-    def as_rank_0_has_it() -> tuple[int, dict[str, Any], bytes, bool, dict[str, int], str | None]:
-        preset = known.preset if known else _preset(snapshot, options.chunk_bytes)
-        return step, training.details(), keys, compares, plain, preset
-
-    wanted, details, first_keys, compares, theirs, preset = ranks.share(as_rank_0_has_it)
+    wanted, details, first_keys, compares, theirs, preset = ranks.share(
+        lambda: (step, training.details(), keys, compares, plain, _preset(snapshot, options, known))
+    )
     if wanted != step:
         raise UsageError(f"rank 0 saves step {wanted}, rank {ranks.rank} another one", value=step)
     compared = None
@@ -323,9 +321,12 @@ def _writing_threads(store: Store, options: SaveOptions, world: World) -> int:
     return min(_THREADS_BESIDE, copying_threads(world)) if is_beside else DEFAULT_THREADS
 
 
-def _preset(snapshot: Snapshot, chunk_bytes: int) -> str | None:
+def _preset(snapshot: Snapshot, options: SaveOptions, known: Basis | None) -> str | None:
     """The preset that this model's names call for, where a tensor is large enough to be cut."""
-    if not may_cut(max((held.nbytes for held in snapshot.tensors), default=0), chunk_bytes):
+    if known is not None:
+        return known.preset
+    largest = max((held.nbytes for held in snapshot.tensors), default=0)
+    if not may_cut(largest, options.chunk_bytes):
         return None
     names = [inner_name(held.name, "param") for held in snapshot.tensors if held.role == "param"]
     fitting = fitting_presets(names)

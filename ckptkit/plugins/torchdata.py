@@ -8,6 +8,7 @@ that keeps more than that, as one of an iterable dataset does, goes on in a job 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, cycle, islice
 from typing import Any
 
@@ -50,16 +51,14 @@ def sizes_of_steps(
     return steps
 
 
+@dataclass(eq=False)
 class RankBatches(Sampler[list[int]]):
     """The samples of each batch of one rank, from a place in the epoch on."""
 
-    def __init__(
-        self, sampler: DistributedSampler[Any], batch_size: int, *, drop_last: bool
-    ) -> None:
-        self.sampler = sampler
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.seen = 0
+    sampler: DistributedSampler[Any]
+    batch_size: int
+    drop_last: bool = field(kw_only=True)
+    seen: int = 0
 
     @property
     def samples(self) -> int:

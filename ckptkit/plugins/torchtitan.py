@@ -273,17 +273,10 @@ class _Position:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
         aware = TORCHTITAN.private(_dataloader, "ParallelAwareDataloader")
         # Its own class packs what the class above it says.
-        self._as: Any = super(aware, loader) if isinstance(loader, aware) else loader
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._as.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._as.load_state_dict(state)
+        plain: Any = super(aware, loader) if isinstance(loader, aware) else loader
+        self.state_dict, self.load_state_dict = plain.state_dict, plain.load_state_dict
 
 
 def _as_module(tensors: Mapping[str, Any]) -> nn.Module:

@@ -83,17 +83,13 @@ class Flat:
     group: dist.ProcessGroup | None
     """The ranks that it is cut over; None where all have it whole."""
     device: torch.device
+    shard_size: int
+    """How many elements each rank has, padding included."""
 
     @property
     def keeps_originals(self) -> bool:
         """Whether the model's parameters are the original ones, as views of this one."""
         return all(piece.is_view for piece in self.slices)
-
-    @property
-    def shard_size(self) -> int:
-        """How many elements each rank has, padding included."""
-        size: int = self.parameter._sharded_size.numel()  # type: ignore[attr-defined]
-        return size
 
     def holders(self) -> dict[nn.Parameter, list[FlatSlice]]:
         """What optimizers step that has elements on this rank: for others they keep nothing."""
@@ -303,7 +299,8 @@ def _flat(unit: Any, joined: JoinedMeshes, names: Callable[[nn.Module, str], lis
             is_view=view is not None,
         )
         slices.append(piece)
-    return Flat(parameter, tuple(slices), group, handle.device)
+    shard_size = parameter._sharded_size.numel()
+    return Flat(parameter, tuple(slices), group, handle.device, shard_size)
 
 
 def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -426,6 +426,7 @@ class OverSocket:
             # An answer may wait for other workers as long as they may take, and then says so.
             self._pipe.settimeout(2 * timeout)
             tell(self._pipe, worker)
+        self.close = self._pipe.close
         self.pull, self.state, self.steps, self.set_options = (
             partial(self._asked, what) for what in ("pull", "state", "steps", "set_options")
         )
@@ -444,9 +445,6 @@ class OverSocket:
     def leave(self) -> None:
         with suppress(PeerError):  # whether anybody hears it matters to nobody
             self._asked("leave")
-
-    def close(self) -> None:
-        self._pipe.close()
 
     def _asked(self, what: str, *given: Any) -> Any:
         with self._talking():

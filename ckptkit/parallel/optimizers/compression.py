@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -222,11 +223,11 @@ class RememberingCompression(Compression):
             self.residuals[name] = row.to(parameter.device, torch.float32)
 
 
+@dataclass(eq=False)
 class _CompressedReduceScatter(ReduceScatter):
     """What `fully_shard` calls with the gradients of a unit, in equal pieces for all ranks."""
 
-    def __init__(self, compression: Compression) -> None:
-        self._compression = compression
+    compression: Compression
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for what is sent or received."""
@@ -241,7 +242,7 @@ class _CompressedReduceScatter(ReduceScatter):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> None:
         """Fill the output with this rank's piece of the sum, or of the mean."""
-        compression, wire = self._compression, self._compression.wire
+        compression, wire = self.compression, self.compression.wire
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise UsageError("no sum and no mean", where="compression", value=str(op))
         wire.uncompressed += input_tensor.nbytes * (wire.size - 1) // wire.size

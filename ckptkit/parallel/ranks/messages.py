@@ -16,9 +16,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -399,28 +399,26 @@ class Hub:
         self.fail(f"no rank can go on: {'; '.join(sorted({missing() for _, missing in waiting}))}")
 
 
+@dataclass(eq=False)
 class MemoryCarrier:
     """Carries messages between threads, as copies: no rank sees what another one changes later."""
 
-    name = "memory"
-    device = torch.device("cpu")
+    name: ClassVar[str] = "memory"
+    device: ClassVar[torch.device] = torch.device("cpu")
 
-    def __init__(
-        self, hub: Hub, rank: int, size: int, *, timeout: float, group: tuple[object, ...] = ()
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.timeout = timeout
-        self._hub = hub
-        self._group = group
-        self._splits = 0
+    hub: Hub
+    rank: int
+    size: int
+    timeout: float = field(kw_only=True)
+    group: tuple[object, ...] = ()
+    splits: int = 0
 
     def exchange(self, value: T) -> list[T]:
         """What every rank passes: bytes, as any carrier, or what the other calls move."""
         me, everyone = self.rank, range(self.size)
-        self._hub.put([(self._group, me, dst, _EXCHANGE) for dst in everyone], value)
-        return self._hub.take(
-            [(self._group, src, me, _EXCHANGE) for src in everyone],
+        self.hub.put([(self.group, me, dst, _EXCHANGE) for dst in everyone], value)
+        return self.hub.take(
+            [(self.group, src, me, _EXCHANGE) for src in everyone],
             self.timeout,
             lambda late: f"rank {', '.join(map(str, late[:8]))} did not come",
         )
@@ -442,22 +440,22 @@ class MemoryCarrier:
 
     def send(self, data: torch.Tensor, dst: int, tag: int) -> None:
         """Leave a copy; never waits."""
-        self._hub.put([(self._group, self.rank, dst, tag)], data.clone())
+        self.hub.put([(self.group, self.rank, dst, tag)], data.clone())
 
     def recv(self, data: torch.Tensor, src: int, tag: int) -> None:
         why = f"rank {src} sent nothing with tag {tag}"
-        name = (self._group, src, self.rank, tag)
-        (found,) = self._hub.take([name], self.timeout, lambda _: why)
+        name = (self.group, src, self.rank, tag)
+        (found,) = self.hub.take([name], self.timeout, lambda _: why)
         data.copy_(found)
 
     def split(self, ranks: tuple[int, ...]) -> MemoryCarrier | None:
         """A group of the same hub, named after who is in it and which one it is."""
-        self._splits += 1
+        self.splits += 1
         if self.rank not in ranks:
             return None
-        group = (*self._group, self._splits, ranks)
+        group = (*self.group, self.splits, ranks)
         return MemoryCarrier(
-            self._hub, ranks.index(self.rank), len(ranks), timeout=self.timeout, group=group
+            self.hub, ranks.index(self.rank), len(ranks), timeout=self.timeout, group=group
         )
 
     def close(self) -> None:

@@ -252,13 +252,9 @@ def try_out(
 
 def _run_noting(model: nn.Module, example: Any, given: dict[str, list[torch.Tensor]]) -> None:
     """Run on an example, named inputs, several, or one, and note what layers get."""
-
-    def note(inputs_of: list[torch.Tensor], _module: nn.Module, inputs: Any) -> None:
-        inputs_of.append(inputs[0])
-
     for name in given.keys() - {_OUTPUT}:
         # Before torch's own hook, which makes a DTensor of what it takes for columns.
-        hook = partial(note, given[name])
+        hook = partial(lambda got, _module, inputs: got.append(inputs[0]), given[name])
         model.get_submodule(name).register_forward_pre_hook(hook, prepend=True)
     inputs, named, _ = opened((example, None))
     with torch.no_grad(), torch.random.fork_rng():

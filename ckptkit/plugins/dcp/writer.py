@@ -267,12 +267,10 @@ class DcpWriter(StorageWriter):
         spread = _spread(told, items, state, self._rank)
         digest = hashlib.sha256(repr(sorted(keys)).encode()).digest()
 
-        def conclude(heard: list[list[Any]]) -> list[bool]:
-            # Of each question what all ranks say, and whether that is one answer.
-            return [all(each == said[0] for each in said) for said in zip(*heard, strict=True)]
-
+        # Of each of the two, whether all ranks say one thing.
         is_spread, all_have = ranks.agree(
-            ["" if spread is None else str(spread[0]), digest], conclude
+            ["" if spread is None else str(spread[0]), digest],
+            lambda heard: [len(set(said)) == 1 for said in zip(*heard, strict=True)],
         )
         if not is_spread:
             spread = None

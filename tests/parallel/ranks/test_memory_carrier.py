@@ -117,7 +117,7 @@ def test_a_message_of_another_tag_is_never_taken_for_one_of_this() -> None:
     def talk(comm: Communicator) -> None:
         found = comm._carrier
         assert isinstance(found, MemoryCarrier)
-        untagged = Communicator(Untagged(found._hub, comm.rank, 2, timeout=10))
+        untagged = Communicator(Untagged(found.hub, comm.rank, 2, timeout=10))
         if comm.rank == 0:
             for tag in (3, 7):
                 untagged.send(torch.tensor(tag), 1, tag)
