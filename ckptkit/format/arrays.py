@@ -319,6 +319,7 @@ def check_names(columns: ArrayColumns) -> None:
 
 
 DOCUMENT = "zarr.json"
+GROUP_DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 
 
 def key_of(name: str) -> str:
@@ -328,10 +329,6 @@ def key_of(name: str) -> str:
 
 def chunk_key(name: str, index: tuple[int, ...]) -> str:
     return "/".join([name, "c", *map(str, index)])
-
-
-def group_document() -> bytes:
-    return b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 
 
 def presented_grid(array: ArrayInfo) -> Grid:

@@ -30,10 +30,10 @@ from zarr.dtype import ZDType, data_type_registry
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import (
     DOCUMENT,
+    GROUP_DOCUMENT,
     ArrayInfo,
     array_document,
     chunk_key,
-    group_document,
     key_of,
     presented_grid,
 )
@@ -81,7 +81,7 @@ class ZarrView(Store):
         name, _, last = key.rpartition("/")
         if last == DOCUMENT and key == key_of(name):
             if name in self._groups:
-                return group_document()
+                return GROUP_DOCUMENT
             info = self._arrays.get(name)
             return None if info is None else array_document(info, presented_grid(info))
         chunk = self._chunk(key)

@@ -109,8 +109,6 @@ class Checkpointer:
         """Where the run is."""
         self.run = Run(self._store)
         """The run, with all its steps; with a local folder those that have been copied."""
-        self.mesh = mesh
-        """The mesh that names axes which the model does not."""
         self._tiers = Tiers(
             self._store,
             local,
@@ -156,6 +154,11 @@ class Checkpointer:
         near = self._tiers.near
         local = "" if near is self._store else f", local={str(near.location)!r}"
         return f"Checkpointer({self.location!r}{local})"
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh that names axes which the model does not."""
+        return self._options.mesh
 
     def save(
         self,

@@ -94,38 +94,19 @@ def load_state(
             )
     random = restored.extra.get(_RNG)
     set_rng_state(random)
-    if _OWN not in restored.extra:  # a step of a loop without an Accelerator
-        return restored
+    if _OWN in restored.extra:  # a step of a loop without an Accelerator has none
+        position = restored.extra[_OWN]
+        _go_on(accelerator, position)
+        if position["is_inside"]:
+            # A loader that begins in the middle of a pass draws numbers, which the one that was
+            # there did not: what is right before the first batch is set when it has come, and the
+            # model is next trained.
+            def begin(module: nn.Module, _: object) -> None:
+                if module.training:
+                    handle.remove()
+                    set_rng_state(random)
 
-    # Be where the job was that saved.
-    position = restored.extra[_OWN]
-    accelerator.step = position["step"]
-    loaders = _ACCELERATE.private(accelerator, _DATALOADERS)
-    for loader, epoch in zip(loaders, position["epochs"], strict=False):
-        if hasattr(loader, "iteration"):
-            loader.iteration = epoch
-    schedulers = _ACCELERATE.private(accelerator, _SCHEDULERS)
-    there, here = position["processes"], accelerator.num_processes
-    if there != here and any(
-        each.step_with_optimizer and not each.split_batches for each in schedulers
-    ):
-        log.warning(
-            "schedulers made %d steps for each of the optimizer, and make %d here: accelerate "
-            "multiplies them by the number of processes, as it does the batch; with "
-            "split_batches=True jobs of all sizes are alike",
-            there,
-            here,
-        )
-    if position["is_inside"]:
-        # A loader that begins in the middle of a pass draws numbers, which the one that was there
-        # did not: what is right before the first batch is set when it has come, and the model is
-        # next trained.
-        def begin(module: nn.Module, _: object) -> None:
-            if module.training:
-                handle.remove()
-                set_rng_state(random)
-
-        handle = _ACCELERATE.private(accelerator, _MODELS)[0].register_forward_pre_hook(begin)
+            handle = _ACCELERATE.private(accelerator, _MODELS)[0].register_forward_pre_hook(begin)
     return restored
 
 
@@ -167,6 +148,27 @@ def _objects(accelerator: Any) -> dict[str, Any]:
         "dataloader": _alone(loaders),
         "state": {f"registered_{n}": each for n, each in enumerate(registered)},
     }
+
+
+def _go_on(accelerator: Any, position: Mapping[str, Any]) -> None:
+    """Be where the job was that saved."""
+    accelerator.step = position["step"]
+    loaders = _ACCELERATE.private(accelerator, _DATALOADERS)
+    for loader, epoch in zip(loaders, position["epochs"], strict=False):
+        if hasattr(loader, "iteration"):
+            loader.iteration = epoch
+    schedulers = _ACCELERATE.private(accelerator, _SCHEDULERS)
+    there, here = position["processes"], accelerator.num_processes
+    if there != here and any(
+        each.step_with_optimizer and not each.split_batches for each in schedulers
+    ):
+        log.warning(
+            "schedulers made %d steps for each of the optimizer, and make %d here: accelerate "
+            "multiplies them by the number of processes, as it does the batch; with "
+            "split_batches=True jobs of all sizes are alike",
+            there,
+            here,
+        )
 
 
 @dataclass(eq=False)

@@ -10,11 +10,11 @@ import tensorstore
 import zarr
 
 from ckptkit.format.arrays import (
+    GROUP_DOCUMENT,
     ArrayInfo,
     ArrayKind,
     array_document,
     chunk_key,
-    group_document,
     key_of,
 )
 from ckptkit.format.zarr import register
@@ -48,7 +48,7 @@ def written(folder: Path, array: ArrayInfo, value: np.ndarray[Any, Any]) -> Path
     """What unpacking gives: the documents and the stored chunks of one array."""
     (folder / "model/a").mkdir(parents=True)
     for name in ("", "model"):
-        (folder / key_of(name)).write_bytes(group_document())
+        (folder / key_of(name)).write_bytes(GROUP_DOCUMENT)
     (folder / key_of(array.name)).write_bytes(array_document(array))
     grid = array.grid
     for number in range(grid.chunk_count):
@@ -153,7 +153,7 @@ def test_documents_and_chunks_have_the_keys_of_zarr() -> None:
     assert key_of("model/a") == "model/a/zarr.json"
     assert chunk_key("model/a", (0, 12)) == "model/a/c/0/12"
     assert chunk_key("model/a", ()) == "model/a/c"
-    assert json.loads(group_document()) == {
+    assert json.loads(GROUP_DOCUMENT) == {
         "zarr_format": 3,
         "node_type": "group",
         "attributes": {},

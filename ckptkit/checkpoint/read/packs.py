@@ -21,7 +21,7 @@ from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundE
 from ckptkit.foreign.contents import DecodedSource, ForeignManifest, GatheredSource, kept_bytes
 from ckptkit.foreign.extents import DECODED
 from ckptkit.format.array_table import ArrayTables
-from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document, key_of
+from ckptkit.format.arrays import DOCUMENT, GROUP_DOCUMENT, array_document, chunk_key, key_of
 from ckptkit.format.manifest import Manifest, PackInfo, Record, pack_name
 from ckptkit.format.pack import (
     END_BYTES,
@@ -403,7 +403,7 @@ def _entries(found: PackRecord) -> _Entries:
     record = found.record
     for document in record.documents.each():
         array = record.table.by_name.get(document.name.removesuffix(f"/{DOCUMENT}"))
-        yield document, group_document() if array is None else array_document(array)
+        yield document, GROUP_DOCUMENT if array is None else array_document(array)
     for row in range(len(record.chunk)):
         info = record.table.arrays[int(record.array[row])]
         name = chunk_key(info.name, info.grid.index(int(record.chunk[row])))
@@ -414,7 +414,7 @@ def _entries(found: PackRecord) -> _Entries:
 
 def groups_pack(groups: Iterable[str]) -> bytes:
     """The pack of group documents alone, which has no record."""
-    names, document = list(map(key_of, groups)), group_document()
+    names, document = list(map(key_of, groups)), GROUP_DOCUMENT
     lengths = np.full(len(names), len(document))
     offsets = data_offsets(np.array(list(map(len, names)), dtype=np.int64), lengths)
     crcs = np.full(len(names), isal_zlib.crc32(document), dtype=np.uint32)

@@ -15,11 +15,11 @@ from isal import isal_zlib
 
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import (
+    GROUP_DOCUMENT,
     ArrayInfo,
     ArrayKind,
     array_document,
     chunk_key,
-    group_document,
     key_of,
 )
 from ckptkit.format.manifest import documents_to_doc
@@ -166,7 +166,7 @@ def documents_of(
     documents: list[tuple[str, bytes]] = []
     if rank == 0:
         groups = groups_of(held.name for held, _ in known) | {""}
-        document = group_document()
+        document = GROUP_DOCUMENT
         documents = [(key_of(name), document) for name in sorted(groups)]
     # Layers are alike: of 100,000 arrays a few dozen differ in what their documents say.
     said: dict[tuple[int, ...], bytes | None] = {}
