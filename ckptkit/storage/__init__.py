@@ -138,11 +138,13 @@ class MemoryStore(KeyedStore):
         start = len(folder) + 1 if folder else 0
         return sorted({it.key[start:].partition("/")[0] for it in self.list(prefix)})
 
-    def list(self, prefix: str = "") -> Entries:
+    def list(self, prefix: str = "", *, deep: bool = True) -> Entries:
         below, root = self._below(prefix), len(self._folder)
         start = f"{below}/" if below else ""
         with self._shelf.lock:
             found = [item for item in self._shelf.objects.items() if item[0].startswith(start)]
+        if not deep:
+            found = [(path, item) for path, item in found if "/" not in path[len(start) :]]
         return [Stored(path[root:], len(data), at) for path, (data, at) in sorted(found)]
 
     def size(self, key: str) -> int:

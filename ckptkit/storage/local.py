@@ -85,8 +85,8 @@ class LocalStore:
                 e.name: str(Path(e.path).readlink()) for e in sorted(found, key=attrgetter("name"))
             }
 
-    def list(self, prefix: str = "") -> Entries:
-        return self._files(prefix, _is_listed)
+    def list(self, prefix: str = "", *, deep: bool = True) -> Entries:
+        return self._files(prefix, _is_listed, deep=deep)
 
     def size(self, key: str) -> int:
         path = self._path(key)

@@ -62,9 +62,11 @@ class RemoteStore(CountingStore):
         self.sinks.append(memory)
         return super().create(key, extents, memory=memory, again=again)
 
-    def list(self, prefix: str = "") -> Entries:
+    def list(self, prefix: str = "", *, deep: bool = True) -> Entries:
         """By the server's clock."""
-        return [replace(it, modified=it.modified - self.late) for it in super().list(prefix)]
+        return [
+            replace(it, modified=it.modified - self.late) for it in super().list(prefix, deep=deep)
+        ]
 
     def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:
         """What was made up."""

@@ -249,8 +249,8 @@ def test_a_save_that_commits_after_the_plan_was_made_stays() -> None:
         def _delete(self, key: str) -> None:
             raise AssertionError("committed data was deleted")
 
-        def list(self, prefix: str = "") -> Any:
-            found = super().list(prefix)
+        def list(self, prefix: str = "", *, deep: bool = True) -> Any:
+            found = super().list(prefix, deep=deep)
             store.put(manifest(2), saved[manifest(2)])
             return found
 

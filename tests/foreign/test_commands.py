@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,31 @@ def run(model: Path, tmp_path: Path) -> Path:
         shutil.copytree(model, tmp_path / "run" / f"checkpoint-{number}")
     (tmp_path / "run" / "step_7").mkdir()
     return tmp_path / "run"
+
+
+def test_a_file_is_shown_without_a_look_into_the_folders_beside_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "photos").mkdir()
+    looked_into, scandir = [], os.scandir
+
+    def noting(folder: Any) -> Any:
+        looked_into.append(str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", noting)
+    with ckptkit.open(model / "model.safetensors") as checkpoint:
+        assert len(checkpoint.names) == len(ARRAYS)
+    assert str(model) in looked_into
+    assert not any("photos" in folder for folder in looked_into)
+
+
+def test_a_folder_of_data_beside_the_files_is_no_step_of_ours(model: Path) -> None:
+    (model / "data").mkdir()
+    (model / "data" / "words.txt").write_text("a b c")
+    assert document("show", model)["format"] == "safetensors"
+    (model / "model.safetensors").unlink()
+    assert "not a committed checkpoint" in ckpt("show", model).stderr
 
 
 def test_show_names_the_format_and_claims_no_strategy(model: Path) -> None:

@@ -116,6 +116,10 @@ class StoreContract(SinkContract):
         assert keys(store) == ["step-1.x", "step-1/a", "step-1/data/c", "step-10/b", "top"]
         assert keys(store, "step-1") == keys(store, "step-1/") == ["step-1/a", "step-1/data/c"]
         assert keys(store, "top") == keys(store, "step") == keys(store, "nothing/here") == []
+        for prefix, there in (("", ["step-1.x", "top"]), ("step-1", ["step-1/a"]), ("top", [])):
+            found = store.list(prefix, deep=False)
+            assert [entry.key for entry in found] == there
+            assert found == [entry for entry in store.list(prefix) if entry.key in there]
 
     def test_entries_know_size_and_time(self, store: Store) -> None:
         before = time.time()

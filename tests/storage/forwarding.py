@@ -60,8 +60,8 @@ class ForwardingStore:
     def children(self, prefix: str = "") -> Names:
         return self.pass_on("children", lambda: self._store.children(prefix))
 
-    def list(self, prefix: str = "") -> Entries:
-        return self.pass_on("list", lambda: self._store.list(prefix))
+    def list(self, prefix: str = "", *, deep: bool = True) -> Entries:
+        return self.pass_on("list", lambda: self._store.list(prefix, deep=deep))
 
     def size(self, key: str) -> int:
         return self.pass_on("size", lambda: self._store.size(key))

@@ -148,8 +148,9 @@ def find_foreign(store: Store) -> tuple[Store, str, ForeignManifest] | None:
             return store, "", _manifest(known.read, _folder(store, names))
         name = store.location.name
         store = open_store(replace(store.address, location=store.location.parent))
-        # One file is itself, whatever lies beside it; an index says which files it means.
-        files = {it.key: it for it in store.list("") if "/" not in it.key}
+        # One file is itself, whatever lies beside it; an index says which files it means. What is
+        # below folders beside it, the rest of a home perhaps, is not looked at.
+        files = {it.key: it for it in store.list("", deep=False)}
         return store, name, _manifest(known.read, Folder(store, files, name))
     for _, below, known in numbered(store, names):
         if known.read:

@@ -29,7 +29,7 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.base.buffers import PAGE, default_pool
+from ckptkit.storage.base.buffers import default_pool
 from ckptkit.storage.base.store import Closing, as_bytes, checked_range
 
 BLOCK = 4096
@@ -289,7 +289,7 @@ class LocalSource(Closing):
         if memory is None:
             yield None
             return
-        first = offset // PAGE * PAGE
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
         try:
             if self._has_at_hand(memory, offset, length):
                 yield memoryview(memory)[offset : offset + length]
@@ -327,7 +327,7 @@ class LocalSource(Closing):
         """Whether these bytes are in the file and, by their ends, in the cache; then they are
         mapped.
         """
-        first = offset // PAGE * PAGE
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
         try:
             for place in (offset, offset + length - 1):
                 if not os.preadv(self._file.fileno(), [bytearray(1)], place, os.RWF_NOWAIT):

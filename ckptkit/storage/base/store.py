@@ -45,7 +45,7 @@ class Abilities:
     gap_bytes: int = 4 << 10
     """So many bytes that nobody needs are read sooner than another request is made."""
     concurrency: int = 0
-    """How many requests at a time are fast; 0: as many as the processor has cores."""
+    """How many requests at a time are fast; 0: the store has no limit of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,10 @@ class Store(Protocol):
         has no such thing.
         """
 
-    def list(self, prefix: str = "") -> Entries:
-        """Every object below `prefix`, sorted by key; keys are relative to the location."""
+    def list(self, prefix: str = "", *, deep: bool = True) -> Entries:
+        """Every object below `prefix`, or without `deep` those directly below it, sorted by key;
+        keys are relative to the location.
+        """
 
     def size(self, key: str) -> int:
         """The number of bytes of an object; NotFoundError where there is none."""

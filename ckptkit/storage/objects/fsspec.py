@@ -136,8 +136,12 @@ class FsspecClient:
                 raise
         return None
 
-    def list(self, folder: str) -> Entries:
-        found = self._listed(folder, "find", detail=True)
+    def list(self, folder: str, *, deep: bool) -> Entries:
+        if deep:
+            found = self._listed(folder, "find", detail=True)
+        else:
+            below = self._listed(folder, "ls", detail=True)
+            found = {info["name"]: info for info in below if info["type"] != "directory"}
         start = f"{self._path(folder)}/"
         return [
             Stored(name[len(self._root) + 1 :], int(info["size"] or 0), _modified(info))
@@ -301,8 +305,9 @@ class S3fsClient(FsspecClient):
         etag: str | None = put.get("ETag")
         return etag
 
-    def list(self, folder: str) -> Entries:
-        found = [it for page in self._pages(folder) for it in page.get("Contents", ())]
+    def list(self, folder: str, *, deep: bool) -> Entries:
+        pages = self._pages(folder, **({} if deep else {"Delimiter": "/"}))
+        found = [it for page in pages for it in page.get("Contents", ())]
         return [Stored(it["Key"], it["Size"], it["LastModified"].timestamp()) for it in found]
 
     def children(self, folder: str) -> Names:

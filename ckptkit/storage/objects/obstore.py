@@ -135,9 +135,12 @@ class ObstoreClient:
             )
         return put["e_tag"]
 
-    def list(self, folder: str) -> Entries:
+    def list(self, folder: str, *, deep: bool) -> Entries:
         with self._answers(folder):
-            found = obstore.list(self._store(), folder or None).collect()
+            if deep:
+                found = obstore.list(self._store(), folder or None).collect()
+            else:
+                found = obstore.list_with_delimiter(self._store(), folder or None)["objects"]
         return [Stored(it["path"], it["size"], it["last_modified"].timestamp()) for it in found]
 
     def children(self, folder: str) -> Names:

@@ -107,8 +107,10 @@ class Client(Protocol):
         server as far as possible.
         """
 
-    def list(self, folder: str) -> Entries:
-        """Every object below `folder/` (everything for ""), in any order."""
+    def list(self, folder: str, *, deep: bool) -> Entries:
+        """Every object below `folder/` (everything for ""), or without `deep` those directly below
+        it, in any order.
+        """
 
     def children(self, folder: str) -> Names:
         """What is directly below `folder/`, in any order: keys, and the beginnings that others
@@ -174,8 +176,8 @@ class ObjectServer:
         """A small object, in one request."""
         return self._ask("reading", key, lambda: self.client.get_whole(key, most))
 
-    def list(self, folder: str) -> Entries:
-        return self._listing(folder, partial(self.client.list, folder))
+    def list(self, folder: str, *, deep: bool) -> Entries:
+        return self._listing(folder, partial(self.client.list, folder, deep=deep))
 
     def children(self, folder: str) -> Names:
         """The names directly below a folder."""
@@ -386,7 +388,8 @@ def retried(deadline: float, operation: str, where: str, do: Callable[[], T]) ->
     """What `do` returns, called until it raises no `Transient`.
 
     Calls again after pauses that double, with jitter so that ranks do not come back together. No
-    attempt begins once `deadline` seconds have passed. Every repetition is logged.
+    attempt begins once `deadline` seconds have passed, or what the trouble says, where that is less
+    (`Transient.within`). Every repetition is logged.
     """
     began = time.monotonic()
     attempt = 1

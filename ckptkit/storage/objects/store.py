@@ -153,8 +153,8 @@ class ObjectStore(KeyedStore):
         found = self._server.children(self._below(prefix))
         return sorted({name for name in found if name and not is_temporary(name)})
 
-    def list(self, prefix: str = "") -> Entries:
-        found = self._entries(prefix)
+    def list(self, prefix: str = "", *, deep: bool = True) -> Entries:
+        found = self._entries(prefix, deep=deep)
         return [entry for entry in found if not _has_temporary(entry.key)]
 
     def size(self, key: str) -> int:
@@ -247,8 +247,8 @@ class ObjectStore(KeyedStore):
         folder, slash, _ = upload.key.removeprefix(self._folder).rpartition("/")
         return f"{folder}{slash}{TEMPORARY}{hashlib.sha256(name).hexdigest()[:16]}"
 
-    def _entries(self, prefix: str) -> Entries:
-        found = self._server.list(self._below(prefix))
+    def _entries(self, prefix: str, *, deep: bool = True) -> Entries:
+        found = self._server.list(self._below(prefix), deep=deep)
         top = len(self._folder)
         entries = [replace(entry, key=entry.key[top:]) for entry in found]
         # Other programs may have left names here that no key can have, such as those of folders.

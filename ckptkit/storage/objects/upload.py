@@ -17,7 +17,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
+from ckptkit.errors import CkptkitError, CorruptionError, StorageError
 from ckptkit.storage.base.buffers import AlignedBuffer, copy_bytes, default_pool
 from ckptkit.storage.base.store import Parts, as_bytes, piece_size
 from ckptkit.storage.objects.errors import Transient
@@ -93,7 +93,7 @@ class ObjectSink:
         """Make the object visible, once the server has every piece of it."""
         self._parts.complete()
         self._window.seal()
-        # It has begun: an object of several pieces has a part that is not empty.
+        # Whatever is not empty has begun it.
         if self._thread is not None:
             self._thread.join()
         if self._error is not None and not self._was_completed():
@@ -198,8 +198,8 @@ class ObjectSink:
             return False
         try:
             found = self._server.head(self._key)
-        except NotFoundError:
-            return False
+        except CkptkitError:
+            return False  # what the upload said of itself says more
         self._etag = found.etag
         return found.size == self._parts.total
 
