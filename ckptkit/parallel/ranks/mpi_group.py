@@ -209,7 +209,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             name, op = _reduction(opts, mine.dtype)
             wide = widened(mine.detach(), name, _CPU)
             rows = wide.reshape(self._size, wide.numel() // self._size)
-            found = torch.empty(rows.shape[1], dtype=rows.dtype)
+            found = torch.empty(rows.shape[1], dtype=rows.dtype, device="cpu")
             for at in self._steps(found.numel()):
                 piece, part = rows[:, at].contiguous(), found[at]
                 request = self._comm.Ireduce_scatter_block(_buffer(piece), _buffer(part), op)
@@ -322,7 +322,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._finish(request, opts, "all_to_all", largest)
         for at in self._steps(int(largest[0])):
             sent, sizes = torch.cat([part[at] for part in out]), [len(part[at]) for part in into]
-            got = torch.empty(sum(sizes), dtype=torch.uint8)
+            got = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
             request = self._comm.Ialltoallv(
                 [sent.numpy(), [len(part[at]) for part in out], MPI.BYTE],
                 [got.numpy(), sizes, MPI.BYTE],

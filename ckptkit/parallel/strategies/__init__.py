@@ -37,6 +37,7 @@ from ckptkit.parallel.strategies.data_parallel import (
     Unit,
     check_parameters,
     in_ddp,
+    is_replicated,
     wrap_units,
     zero1_optimizer,
 )
@@ -84,9 +85,17 @@ def as_distributed(
                 hint="use gloo, nccl or mpi: ckptkit.parallel.init()",
             )
     # Look at the model, and decide: a refusal changes nothing, and is one on all ranks.
-    plain = _known_as(model)
+    known = _spread_as.get(model) if isinstance(model, (nn.Module, _PipelineSchedule)) else None
+    made = None if known is None else known()
+    plain = model if made is None else made  # what it was spread as, as long as that is in use
     is_known = isinstance(plain, Distributed)
     with nullcontext(OneRank()) if is_known else all_ranks("spread") as ranks:
+        if not isinstance(plain, (Distributed, nn.Module)):
+            raise UsageError(
+                "no module",
+                value=type(model).__name__,
+                hint="pass the plain model, or what as_distributed has made of it",
+            )
         strategy = resolved(spec, dist.get_world_size() if dist.is_initialized() else 1)
         options = StrategyOptions.of(strategy, choices)
         if isinstance(plain, Distributed):
@@ -94,12 +103,12 @@ def as_distributed(
             return plain
         options.check(strategy)
         _check_plain(plain)
-        check_parameters(plain, strategy, options.group_below)
+        check_parameters(plain, strategy, options)
         check_optimizer(plain, options, strategy)
         check_alike(ranks, _compared(plain, strategy, options))
     made = _spread(plain, SpreadJob.of(strategy, options, device_of(plain, options.device)))
-    for known in (model, made.model, *made.modules):
-        _spread_as[known] = weakref.ref(made)
+    for each in (model, made.model, *made.modules):
+        _spread_as[each] = weakref.ref(made)
     return made
 
 
@@ -159,23 +168,6 @@ def _spread(model: nn.Module, job: SpreadJob) -> Distributed:
         plural = "" if len(units) == 1 else "s"
         log.info("%s layers in %s unit%s", f"{layers:,}", f"{len(units):,}", plural)
     return made
-
-
-def _known_as(model: object) -> nn.Module | Distributed:
-    """What a model was spread as, as long as that is in use; the module itself where it was not."""
-    if isinstance(model, Distributed):
-        return model
-    known = _spread_as.get(model) if isinstance(model, (nn.Module, _PipelineSchedule)) else None
-    made = None if known is None else known()
-    if made is not None:
-        return made
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            "no module",
-            value=type(model).__name__,
-            hint="pass the plain model, or what as_distributed has made of it",
-        )
-    return model
 
 
 def _check_same(known: Distributed, strategy: Strategy, given: StrategyOptions) -> None:
@@ -264,9 +256,7 @@ def _wrapped(
     if sharder:  # which moves the model to the device unit by unit
         return module, wrap_units(module, job.along("ddp", sharder), options, sharder)
     module = module.to(job.device)
-    # Copies: DDP takes no parameters that are cut, and stages badly; `replicate` takes both, but
-    # does not let its gradients be compressed.
-    if "ddp" in job.axis_of and (styles or (is_stage and options.compression is None)):
+    if is_replicated(job.strategy, options):
         return module, wrap_units(module, job.along("ddp"), options, None)
     if "ddp" in job.axis_of or "zero1" in job.axis_of:
         group = job.along("ddp", "zero1").get_group()

@@ -55,14 +55,21 @@ class Unit:
     """The bytes of their parameters on this rank, before they were cut."""
 
 
-def check_parameters(model: nn.Module, strategy: Strategy, group_below: int) -> None:
+def is_replicated(strategy: Strategy, options: StrategyOptions) -> bool:
+    """Whether `ddp` is torch's `replicate`, which stands on FSDP: DDP takes no parameters that are
+    cut, and stages badly. `replicate` takes both, but does not let its gradients be compressed.
+    """
+    has_ddp = any(axis.kind == "ddp" for axis in strategy.mesh.axes)
+    in_stages = size_of(strategy, "pp") > 1 and options.compression is None
+    return has_ddp and (size_of(strategy, "tp") > 1 or in_stages)
+
+
+def check_parameters(model: nn.Module, strategy: Strategy, options: StrategyOptions) -> None:
     """Refuse dtypes and shapes that torch refuses in the first step, or by no name."""
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     kinds = {axis.kind for axis in strategy.mesh.axes}
     together = [list(name_of)] if "zero1" in kinds else []
-    # Beside tp and pp, `ddp` is torch's `replicate`, which stands on FSDP.
-    stands_on_fsdp = "ddp" in kinds and max(size_of(strategy, kind) for kind in ("tp", "pp")) > 1
-    if sharder_of(strategy) or stands_on_fsdp:
+    if sharder_of(strategy) or is_replicated(strategy, options):
         point = next((parameter for parameter in name_of if not parameter.ndim), None)
         if point is not None:
             raise UsageError(
@@ -73,7 +80,7 @@ def check_parameters(model: nn.Module, strategy: Strategy, group_below: int) -> 
             )
         found = [
             [parameter for module in unit.modules for parameter in module.parameters()]
-            for unit in units_of(model, group_below)
+            for unit in units_of(model, options.group_below)
         ]
         inside = {parameter for parameters in found for parameter in parameters}
         together += [*found, [parameter for parameter in name_of if parameter not in inside]]

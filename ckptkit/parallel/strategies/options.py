@@ -138,6 +138,10 @@ class StrategyOptions:
             raise UsageError(
                 "no way to balance", where="balance", value=self.balance, hint="parameters or time"
             )
+        if size_of(strategy, "pp") > 1 and isinstance(self.example, Mapping):
+            raise UsageError(
+                "a pipeline takes positional inputs", where="example", value=list(self.example)
+            )
         if self.compression is None:
             return
         if not kinds & {"ddp", "zero1", *SHARDED}:

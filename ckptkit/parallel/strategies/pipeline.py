@@ -28,7 +28,13 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import LayoutError, UsageError
 from ckptkit.live.wrappers.modules import CONTAINERS, keeping_buffers
 from ckptkit.parallel.strategies.data_parallel import nbytes_of
-from ckptkit.parallel.strategies.options import StageByHand, StrategyOptions, tensors_of
+from ckptkit.parallel.strategies.options import (
+    StageByHand,
+    StrategyOptions,
+    mapped,
+    opened,
+    tensors_of,
+)
 from ckptkit.plan.place import balanced
 
 LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -135,9 +141,8 @@ def split_into_stages(
     layers, inputs, output = [*_layers_in("", model)], None, None
     if options.example is not None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        given = options.example
-        several = given if isinstance(given, (tuple, list)) else (given,)
-        inputs = tuple(each.to(device) if torch.is_tensor(each) else each for each in several)
+        example = mapped(options.example, lambda tensor: tensor.to(device))
+        inputs, _, _ = opened((example, None))
     if inputs is not None and options.split is None:
         if options.balance == "time":
             evaluated(model, inputs)  # the first is slower than those to come

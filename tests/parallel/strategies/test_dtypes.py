@@ -15,6 +15,7 @@ from ckptkit.errors import UsageError
 from ckptkit.model import Strategy
 from ckptkit.parallel import as_distributed
 from ckptkit.parallel.strategies.data_parallel import check_parameters
+from ckptkit.parallel.strategies.options import StrategyOptions
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +82,11 @@ def test_what_is_not_trained_may_have_another_dtype(spec: str) -> None:
 
 def test_units_may_differ_in_dtype() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
-    check_parameters(model, Strategy.parse("fsdp:2"), 1)
+    check_parameters(model, Strategy.parse("fsdp:2"), StrategyOptions(group_below=1))
     with pytest.raises(UsageError, match=r"1\.weight: parameters of several dtypes"):
-        check_parameters(model, Strategy.parse("fsdp:2"), 2**20)
-    with pytest.raises(UsageError, match=r"1\.weight: parameters of several dtypes"):
-        check_parameters(model, Strategy.parse("ddp:2,tp:2"), 2**20)
+        check_parameters(model, Strategy.parse("fsdp:2"), StrategyOptions())
+    for spec in ("ddp:2,tp:2", "pp:2,ddp:2"):
+        with pytest.raises(UsageError, match=r"1\.weight: parameters of several dtypes"):
+            check_parameters(model, Strategy.parse(spec), StrategyOptions())
+    # Then the stages are in DDP, which takes any.
+    check_parameters(model, Strategy.parse("pp:2,ddp:2"), StrategyOptions(compression="fp16"))

@@ -350,7 +350,7 @@ def pipelines() -> list[str]:
     """How pipelines that cannot be are refused."""
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
-    attempts: list[tuple[nn.Module, dict[str, Any]]] = [
+    attempts: list[tuple[Any, dict[str, Any]]] = [
         (network(0), {}),
         (nn.Sequential(nn.Linear(4, 4)), {}),
         (tied, {}),
@@ -358,6 +358,8 @@ def pipelines() -> list[str]:
         (network(0), {"example": batch(0)[0], "schedule": "interleaved", "microbatches": 3}),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"balance": "time"}),
         (Doubled(), {"example": torch.randn(2, 4)}),
+        (network(0), {"example": {"hidden": batch(0)[0]}}),
+        ([nn.Linear(4, 4)] if dist.get_rank() else network(0), {}),
     ]
     found = []
     for model, options in attempts:
@@ -391,6 +393,8 @@ def test_pipelines_that_cannot_be_are_refused(gloo: Pool) -> None:
                 "a multiple of 2",
                 "takes an example",
                 "do not give what the whole model gives",
+                "a pipeline takes positional inputs",
+                "no module",
             ],
             strict=True,
         ):
