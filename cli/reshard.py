@@ -88,22 +88,21 @@ def reshard(src: str, dst: str, *, dry_run: bool, **given: Any) -> Reply:
     if dry_run:
         return Reply(_plan_document(plan), _plan_lines(plan))
     began = time.monotonic()
-    with Bar("reshard", plan.bytes_written) as bar:
+    with Bar("reshard", plan.bytes_written * (2 if given["digest"] else 1)) as bar:
         done = plan.run(bar)
     seconds = time.monotonic() - began
     found = {"save_id": done.save_id, "finished_packs": list(done.finished)}
     document = {**_plan_document(plan), **found, "committed": done.committed}
-    is_new = len(done.finished) < done.packs
     if not done.committed:
         said = f"the packs of this slice are at {done.location}; `ckpt commit` closes the step"
-    elif not is_new:
+    elif not done.is_new:
         said = f"{done.location} is there already, made of the same step in the same way"
     else:
         before = f", {len(done.finished)} of them from before" if done.finished else ""
         arrays = counted(len(plan.arrays) + len(plan.aliases), "array")
         what = f"{ckptkit.size_text(plan.bytes_written)} in {counted(done.packs, 'pack')}{before}"
         said = f"{done.location}: {plan.from_strategy} -> {plan.to_strategy}, {arrays}, {what}"
-    lines = [*_plan_lines(plan, done, seconds), ""] if is_new else []
+    lines = [*_plan_lines(plan, done, seconds), ""] if done.is_new else []
     return Reply(document, [*lines, said])
 
 
@@ -203,7 +202,7 @@ def import_(src: str, run: str, *, to: str | None, **given: Any) -> Reply:
             )
         wanted = checkpoint.strategy if to is None else to
         plan = ckptkit.plan_reshard(src, run, to=wanted, digest=True, **given)
-    with Bar("import", plan.bytes_written) as bar:
+    with Bar("import", 2 * plan.bytes_written) as bar:  # for the digest it is read before
         done = plan.run(bar)
     arrays = len(plan.arrays) + len(plan.aliases)
     document: dict[str, Any] = {

@@ -331,7 +331,7 @@ class HostMemory:
                 self.unused -= largest
         if buffer is None:
             with unmetered(), torch.no_grad():
-                return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
         for event in events:
             event.synchronize()
         return buffer

@@ -150,7 +150,7 @@ def _stored(folder: StepFolder, most: int = MAX_DOCUMENT_BYTES) -> bytes:
     data = manifest_bytes(folder, most)
     if not data:
         names = folder.store.children(folder.name)
-        raise _not_committed(folder, names, is_begun=data is not None)
+        raise _not_committed(folder, names, is_empty=data is not None)
     return data
 
 
@@ -237,14 +237,17 @@ def _check_number(folder: StepFolder, save: SaveInfo) -> None:
 
 
 def manifest_at(store: Store) -> tuple[StepFolder, Manifest]:
-    """Of the step at the location of a store, or of the newest one of the run there."""
+    """The manifest of the step at the location of a store, or of the newest one of the run there,
+    and the step's folder.
+    """
     folder, data = stored_manifest(store)
     return folder, decoded_manifest(folder, data)
 
 
 def stored_manifest(store: Store, step: int | None = None) -> tuple[StepFolder, bytes]:
-    """The same as it is stored, or that of a step of the run: one request for a step that has its
-    own name or is said, and two for the newest of a run.
+    """A step's folder, and its manifest as it is stored: of the step here or the newest of the run
+    here, or of the `step` of that. One request for a step that has its own name or is said, two
+    for the newest of a run.
     """
     here = StepFolder(store)
     if step is not None:
@@ -318,12 +321,17 @@ def check_room(store: Store, needed: int, where: Location) -> None:
 
 
 def _not_committed(
-    folder: StepFolder, names: Sequence[str], *, is_begun: bool = False
+    folder: StepFolder, names: Sequence[str], *, is_empty: bool = False
 ) -> NotFoundError:
     store, where = folder.store, str(folder)
-    if is_begun or DATA in names:
+    is_begun = False
+    if DATA in names:
+        # Others may have a folder `data` beside their files; a step of ours has no such files.
+        known = format_of(store, names)
+        is_begun = known is None or not known.read
+    if is_begun or is_empty:
         objects = len(store.list(folder.data()))
-        manifest = "an empty manifest" if is_begun else "no manifest"
+        manifest = "an empty manifest" if is_empty else "no manifest"
         return NotCommittedError(
             f"not a committed checkpoint: {objects} objects, {manifest}",
             where=where,

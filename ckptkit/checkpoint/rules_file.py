@@ -137,7 +137,9 @@ def _ranks_by_kind(strategy: Strategy) -> dict[str, int]:
     return found
 
 
-def document_in(what: str | os.PathLike[str], known: Sequence[str] = ()) -> Any:
+def document_in(
+    what: str | os.PathLike[str], known: Sequence[str] = (), kind: str = "preset"
+) -> Any:
     """What a file of YAML or JSON holds; `known` are the names that could be written instead."""
     path = Path(what)
     if isinstance(what, str):
@@ -146,9 +148,9 @@ def document_in(what: str | os.PathLike[str], known: Sequence[str] = ()) -> Any:
             is_file = is_file or path.exists()
         if not is_file:
             raise RulesError(
-                "no preset of this name, nor a file",
+                f"no {kind} of this name, nor a file",
                 value=what,
-                hint=f"{nearest(what, known)}presets are {', '.join(known)}",
+                hint=f"{nearest(what, known)}{kind}s are {', '.join(known)}",
             )
     try:
         text = path.read_text(encoding="utf-8")

@@ -52,9 +52,9 @@ class Checkpointer:
 
     With `asynchronous`, `save` returns when the state has been copied in memory, and a background
     thread writes it; what goes wrong there is raised by the next call, by `wait` and at the end of
-    the `with` block; without one nothing but the log tells of a last save that failed. A save that
-    begins while another is being written waits for it, or with `when_busy="skip"` does nothing and
-    returns None.
+    the `with` block. Without a `with` block only the log tells of a last save that failed. A save
+    that begins while another is being written waits for it, or with `when_busy="skip"` does nothing
+    and returns None.
 
     With `local`, a folder that all ranks see (on the disk of a single machine, or in a shared file
     system), steps are saved there and copied to `location` in the background. A local step stays
@@ -65,19 +65,23 @@ class Checkpointer:
     the `with` block wait for copies too, and raise what went wrong. Retention is for both places;
     `local_keep_last` is how many steps that have been copied stay local.
 
+    The `keep_last` newest steps stay, and those whose numbers are multiples of `keep_every`;
+    without the two all stay. `overwrite` lets a save replace a step of the same number.
+
     With `on_sigterm="finish"` a save under way is finished before the process ends, in the local
     folder where there is one: copying is left to the next job. `storage_options` say how to reach
     an object store (see `ckptkit.open`).
 
     What no wrapper keeps the same on all ranks has to be the same, or the save is refused: buffers,
-    tensors in `state`, and parameters that are not cut along an axis that cuts. Of what `differing`
-    names (patterns too) the first rank's is saved.
+    tensors in `state`, and parameters that are not cut along an axis that cuts. What `differing`
+    names (patterns too) may differ: the first rank's is saved.
 
     `mesh` names the axes that the model does not, and `rules` say how tensors were cut by hand.
-    `chunk_bytes` is about how large a stored chunk is. A rank reads and writes by so many
-    `threads`, or by as many as suit its cores. One that the others wait for longer than `timeout`
-    seconds is given up. `progress` is called, from any thread, with the bytes done since the last
-    call.
+    `chunk_bytes` is about how large a stored chunk is. A rank writes by six threads (into files
+    beside a training by one or two), and reads by as many as suit its cores; `threads` is another
+    number, but what comes from a disk past the page cache is asked for by twelve at least. A rank
+    that the others wait for longer than `timeout` seconds is given up. `progress` is called, from
+    any thread, with the bytes done since the last call.
     """
 
     def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults
@@ -183,7 +187,8 @@ class Checkpointer:
             # copying. This one's begins when `after` ends.
             after.callback(self._tiers.turn(self._copying(), step))
             with failing_together(ranks):
-                if extra is None and all(value is None for value in objects.values()):
+                given = (extra, *objects.values())
+                if all(value is None or value == {} for value in given):
                     # It would be the newest step, and free an older one.
                     raise UsageError("nothing to save", hint="pass model=…, state=… or extra=…")
                 training = Training.of(**objects)
@@ -224,9 +229,10 @@ class Checkpointer:
         With `fallback`, a step that turns out to be damaged is reported in the log, and the one
         before it is loaded; when this job saves the damaged one anew, that takes its place. The
         same save in the other place, where there is one, is tried first, and without `fallback`
-        too. With `read_once`, what several ranks need alike is read by one of them, and reaches the
-        others through the job's own network. `skip` names groups that are left as they are:
-        `skip=["dataloader"]`.
+        too. With `partial` what the step lacks stays as it is; with `cast` other dtypes are
+        converted. Without `verify` nothing is compared with its checksum. With `read_once`, what
+        several ranks need alike is read by one of them, and reaches the others through the job's
+        own network. `skip` names groups that are left as they are: `skip=["dataloader"]`.
         """
         self._check_open()
         options = LoadOptions(
@@ -341,7 +347,7 @@ class Checkpointer:
             if error is None:
                 raise
             # The error that ends the block says more; this one must not be lost.
-            log.error("the last save failed: %s", problem)
+            log.error("at the end of the block: %s", problem)
 
     def _write_and_commit(self, save: PreparedSave, started: float, after: ExitStack) -> None:
         """Write a save and make its step exist, in the background or not."""

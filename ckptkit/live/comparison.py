@@ -147,7 +147,7 @@ class Match:
                         hint="have one there, or take load_state(location, nested=True)",
                     )
                 array = checkpoint[name]
-                fresh[name] = torch.empty(array.shape, dtype=torch_dtype(array.dtype))
+                fresh[name] = torch.empty(array.shape, dtype=torch_dtype(array.dtype), device="cpu")
                 found.append((LiveTensor(name, array.shape, {}, fresh[name]), array))
         return found, fresh
 

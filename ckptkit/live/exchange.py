@@ -143,7 +143,7 @@ class Exchange:
             mine = held[name].moved(self._topology) if name in held else None
             whole = None
             if self._world.rank == 0:
-                whole = torch.empty(spreads[0].shape, dtype=spreads[0].torch_dtype)
+                whole = torch.empty(spreads[0].shape, dtype=spreads[0].torch_dtype, device="cpu")
                 found[name] = whole
             for holder in layout.distinct_ranks():
                 part = layout.part(holder)
@@ -188,7 +188,7 @@ class Exchange:
 
     def _give(self, held: LiveTensor | None, rank: int, part: Part, whole: torch.Tensor) -> None:
         """Let a rank have its part of a tensor; freed as in `_fetch`."""
-        values = torch.empty(part.shape, dtype=whole.dtype)
+        values = torch.empty(part.shape, dtype=whole.dtype, device="cpu")
         for there, here in indices(part, tuple(whole.shape)):
             values[here] = whole[there].to("cpu")
         if rank != 0:

@@ -91,6 +91,8 @@ def load(  # noqa: PLR0913 — how much may differ, and how to read
 
     `objects` are `model=`, `optimizer=`, `scheduler=`, `dataloader=`, `scaler=` and `state=`.
     `skip` names groups that are left as they are (`skip=["dataloader"]`; * and ? mean several).
+    With `partial` what the step lacks stays as it is; with `cast` other dtypes are converted.
+    Without `verify` nothing is compared with its checksum.
     With `read_once`, what several ranks need alike is read by one of them, and reaches the others
     through the job's own network.
     """

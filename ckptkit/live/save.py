@@ -315,7 +315,7 @@ def _lay_out(
 def _writing_threads(store: Store, options: SaveOptions, world: World) -> int:
     if options.threads is not None:
         return options.threads
-    # Each thread of the background takes a twentieth from a training that keeps all cores busy: a
+    # Each thread of the background takes a thirtieth from a training that keeps all cores busy: a
     # rank with fewer than two cores for itself gets one.
     is_beside = options.copies_first and not store.abilities.waits_for_answers
     return min(_THREADS_BESIDE, copying_threads(world)) if is_beside else DEFAULT_THREADS

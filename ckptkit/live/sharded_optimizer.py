@@ -264,7 +264,7 @@ class ShardedOptimizerState:
         part = self._parts.get(name)
         if part is None:
             return {}, {}, []
-        reading = Collector(self._topology, self._rules, staged=self._is_staged)
+        reading = Collector(self._topology, self._rules, has_stages=self._is_staged)
         if isinstance(part, _OwnPart):
             reading.add_model([part.entry])
         found = part.entries()

@@ -56,7 +56,7 @@ SaidLayout: TypeAlias = tuple[tuple[int, ...], Mapping[str, Placement]]
 """The global shape of a tensor, and how the axes cut it."""
 
 _NOT_CUT: Mapping[str, Placement] = {}
-_NO_MEMORY = torch.empty(0)
+_NO_MEMORY = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +119,7 @@ def take_snapshot(
     topology = topology_of(world, training, mesh, ranks, trees.values())
     if last is not None and last.topology == topology:
         topology = last.topology  # which knows what it has found out
-    staged = training.model is not None and training.model.is_staged
+    has_stages = training.model is not None and training.model.is_staged
     known = rules_of(training, rules)
     objects: dict[str, object] = {
         f"extra/{n}": plain_extra(f"extra/{n}", v) for n, v in (extra or {}).items()
@@ -132,9 +132,9 @@ def take_snapshot(
         states, documents = _optimizers(training, entries)
     objects |= {group: skeleton for group, (skeleton, _, _) in nested.items()}
 
-    seen: list[object] = [topology, known, staged]
+    seen: list[object] = [topology, known, has_stages]
     here = _look(seen, entries, states, nested) if outlined else None
-    collector = Collector(topology, known, staged=staged, are_plain=here is not None)
+    collector = Collector(topology, known, has_stages=has_stages, are_plain=here is not None)
     outline: Outline | None = None
     if last is not None and here is not None and last.seen == seen:
         # Nothing but memory is another.
@@ -336,14 +336,14 @@ class Collector:
     """Collects tensors as the topology lays them out."""
 
     def __init__(
-        self, topology: Topology, rules: HandCuts, *, staged: bool, are_plain: bool = False
+        self, topology: Topology, rules: HandCuts, *, has_stages: bool, are_plain: bool = False
     ) -> None:
         """`are_plain` says that all tensors have been found to have elements of their own."""
         self._topology = topology
         self._rules = rules
         self._are_plain = are_plain
         self._stage = _NOT_CUT
-        if staged and topology.pipeline is not None:
+        if has_stages and topology.pipeline is not None:
             mesh, at = topology.strategy.mesh, topology.pipeline
             self._stage = {mesh.axes[at].name: Stage(mesh.coords(topology.rank)[at])}
         self._seen: dict[int, str] = {}

@@ -84,7 +84,7 @@ def load_state(
         for name in wanted:
             if name not in tensors:
                 array = checkpoint[name]
-                rest[name] = torch.empty(array.shape, dtype=torch_dtype(array.dtype))
+                rest[name] = torch.empty(array.shape, dtype=torch_dtype(array.dtype), device="cpu")
         checkpoint.read_many(
             [(name, Box.whole(each.shape), as_bits(name, each)) for name, each in rest.items()],
             verify=verify,
@@ -264,5 +264,7 @@ def _mapped_pack(checkpoint: Checkpoint, pack: int) -> npt.NDArray[np.uint8] | N
             )
         except RuntimeError:
             return None
-    memory: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    memory: npt.NDArray[np.uint8] = (
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    )
     return memory

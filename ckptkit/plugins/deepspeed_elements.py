@@ -84,7 +84,7 @@ class HeldElements:
         second copy of an optimizer's state.
         """
         rows = min(self._height, max(self.shape[0] - self.rank * self._height, 0))
-        return torch.empty((rows, *self.shape[1:]), dtype=dtype)
+        return torch.empty((rows, *self.shape[1:]), dtype=dtype, device="cpu")
 
     def to_rows(self, row: torch.Tensor, rows: torch.Tensor) -> Move:
         """What fills the rows with what is kept for the row."""

@@ -153,7 +153,7 @@ def test_what_a_killed_call_left_is_removed_by_the_next_and_what_is_in_use_is_no
         for path in others:
             path.mkdir()
         before = files(plain.parent)
-        with pytest.raises(AlreadyExistsError, match="somebody else unpacks") as caught:
+        with pytest.raises(AlreadyExistsError, match="somebody else writes") as caught:
             ckptkit.unpack(checkpoint, plain)
         assert caught.value.hint
         assert files(plain.parent) == before

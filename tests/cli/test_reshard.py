@@ -41,6 +41,18 @@ def test_a_step_goes_into_another_run_for_another_strategy(
     assert (other.exit_code, "--overwrite" in other.stderr) == (2, True)
 
 
+def test_a_run_that_only_had_to_commit_does_not_say_that_all_was_there(
+    run: Path, tmp_path: Path
+) -> None:
+    new = tmp_path / "new"
+    assert ckpt("reshard", "--to", "fsdp:3", run, new).exit_code == 0
+    (new / "step-0000000020" / "manifest.msgpack").unlink()
+    result = ckpt("reshard", "--to", "fsdp:3", run, new)
+    assert (result.exit_code, "is there already" in result.stdout) == (0, False)
+    assert "in 3 packs, 3 of them from before" in result.stdout
+    assert ckpt("diff", run, new).exit_code == 0
+
+
 def test_the_document_says_what_was_done(run: Path, rules: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     plan = document("reshard", run, new, "--to", "tp:2", "--rules", rules, "--dry-run")

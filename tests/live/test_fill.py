@@ -16,7 +16,7 @@ import torch
 import ckptkit
 from ckptkit.checkpoint.read import reader
 from ckptkit.errors import CorruptionError
-from ckptkit.live import fill, load, load_state, save
+from ckptkit.live import PerRank, fill, load, load_state, save
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.state import tensors
 from ckptkit.model import Box
@@ -164,6 +164,19 @@ def test_tensors_of_inference_mode_are_filled_in_it(tmp_path: Path) -> None:
     assert plain.requires_grad
 
 
+class Told:
+    """An object that says what it is told."""
+
+    def __init__(self, told: dict[str, torch.Tensor]) -> None:
+        self.told = told
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.told
+
+    def load_state_dict(self, told: dict[str, torch.Tensor]) -> None:
+        self.told = told
+
+
 @pytest.mark.usefixtures("way")
 def test_a_default_device_is_not_where_bytes_are_read_to(tmp_path: Path) -> None:
     saved, found = torch.randn(100, 50), torch.zeros(100, 50)
@@ -171,6 +184,20 @@ def test_a_default_device_is_not_where_bytes_are_read_to(tmp_path: Path) -> None
     with torch.device("meta"):
         load(tmp_path, state={"s": {"x": found}})
     assert torch.equal(found, saved)
+
+
+def test_tensors_in_what_objects_say_lie_on_the_host_whatever_the_default_device(
+    tmp_path: Path,
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    told = {"random": generator.get_state(), "large": torch.randn(500)}
+    save(tmp_path, step=1, state={"loader": Told(told), "each": PerRank({"t": told["random"]})})
+    loader, each = Told({}), Told({})
+    with torch.device("meta"):
+        load(tmp_path, state={"loader": loader, "each": PerRank(each)})
+    assert torch.equal(loader.told["random"], told["random"])
+    assert torch.equal(loader.told["large"], told["large"])
+    assert torch.equal(each.told["t"], told["random"])
 
 
 def test_many_small_runs_need_little_memory(tmp_path: Path) -> None:

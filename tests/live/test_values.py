@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 import ckptkit
-from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
+from ckptkit.errors import InvalidNameError, PeerError, UnsupportedTypeError, UsageError
 from ckptkit.live import (
     Checkpointer,
     Extra,
@@ -358,12 +358,20 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
         set_rng_state({"torch": 1})
 
 
-@pytest.mark.parametrize("given", [{}, {"model": None, "optimizer": None}])
-def test_a_save_of_nothing_is_refused(given: dict[str, None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given", [{}, {"model": None, "optimizer": None}, {"extra": {}}, {"state": {}, "extra": {}}]
+)
+def test_a_save_of_nothing_is_refused(given: Any, tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(UsageError, match="nothing to save"):
             checkpointer.save(1, **given)
         assert checkpointer.save(1, extra={"n": 1}) is not None
+
+
+@pytest.mark.parametrize("name", ["model", "extra", "extra/tokens", "alike/x", "wrapped/model/w"])
+def test_state_has_no_names_of_ckptkit_s_own_values(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidNameError, match="this group is ckptkit's own"):
+        save(tmp_path, step=1, extra={"tokens": 5}, state={name: {"a": 1}})
 
 
 def test_a_restore_of_the_newest_step_asks_about_no_other(tmp_path: Path) -> None:

@@ -161,14 +161,14 @@ def appearing(target: Path, only: str = "", name: str = "") -> Iterator[Path]:
 
 
 def _unfinished(target: Path) -> list[Path]:
-    """What unpacking to this name has beside it until it ends."""
+    """What writing to this name has beside it until it ends."""
     ours = re.compile(rf"\.{re.escape(target.name)}\.partial(-[0-9a-f]{{8}})?")
     return [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]
 
 
 @contextmanager
 def _turn(target: Path, kept: Path | None = None) -> Iterator[bool]:
-    """Be the only one that unpacks to this name, and remove what those left that were killed, but
+    """Be the only one that writes to this name, and remove what those left that were killed, but
     what is to be kept. False where nobody can tell whether it is the only one.
 
     The system unlocks what a process has locked however that ends, so a lock tells the living from
@@ -203,7 +203,7 @@ def _is_locked(descriptor: int, path: Path) -> bool:
     except OSError:
         return False
     raise AlreadyExistsError(
-        "somebody else unpacks to this folder now",
+        "somebody else writes to this folder now",
         where=str(path),
         hint="wait until that is done, or name another folder",
     )

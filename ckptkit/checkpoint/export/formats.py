@@ -1,5 +1,5 @@
 """The files of other formats: which bytes each has, and which tensors. Nothing is written here;
-`file` fills them from a step.
+`files` fills them from a step.
 
 Those of torch.save and of torch.distributed.checkpoint are zip files with a pickle, and in them one
 member for each tensor. Pickles are made of the few opcodes that torch's own loader of weights
@@ -207,7 +207,7 @@ def _file(key: str, tensors: Sequence[NewTensor], numbers: Sequence[int]) -> New
 
 
 class _Member(NamedTuple):
-    """A member of the zip file: `content` is its bytes, or the place of its tensor among all."""
+    """A member of the zip file: `content` is its bytes, or the number of its tensor in the file."""
 
     name: bytes
     header_offset: int

@@ -293,12 +293,12 @@ class PackBytes:
 
     @classmethod
     def of_groups(cls, groups: Iterable[str]) -> PackBytes:
-        """Those of the pack of the documents of these groups, which no rank wrote."""
+        """The bytes of the pack with the documents of these groups, which no rank wrote."""
         return cls(tuple, 0, groups_pack(groups))
 
     @classmethod
     def of_chunks(cls, manifest: Manifest, pack: int) -> PackBytes:
-        """Those of its chunks alone, by what the manifest says of them: its record cannot be read,
+        """The bytes of a pack's chunks alone, as the manifest has them: its record cannot be read,
         and so there is no knowing what is between them, or follows them.
         """
         rows = np.flatnonzero(manifest.pack == pack)

@@ -191,6 +191,7 @@ class ReadPlan:
     number: npt.NDArray[np.int64]
     """Which of the wanted boxes it is for."""
     place: npt.NDArray[np.int64]
+    """Which of its box's pieces it is."""
     pack: npt.NDArray[np.uint32]
     start: npt.NDArray[np.int64]
     stop: npt.NDArray[np.int64]
@@ -215,7 +216,7 @@ class ReadPlan:
         return self.wanted[number], self.piece_of(pieces, int(self.place[row]))
 
     def direct(self, row: int) -> memoryview | None:
-        """The caller's memory, where a whole chunk lands there without a gap."""
+        """The caller's memory, where what is read of a chunk lands there without a gap."""
         begin, target = int(self.lands[row]), self.wanted[int(self.number[row])].target
         if begin < 0 or not target.flags.c_contiguous:
             return None
@@ -349,18 +350,18 @@ class ReadPlan:
         is_apart = not self.verify and last == row + 1 and target.flags.c_contiguous
         if not is_apart or self.packs.is_put_together(int(self.pack[row])):
             return False
-        steps = _steps(piece.stored_shape, size)
+        strides = _strides(piece.stored_shape, size)
         # From here on the dims lie together.
         dim = target.ndim
-        while dim and (dim == target.ndim or target.shape[dim] * steps[dim] == steps[dim - 1]):
+        while dim and (dim == target.ndim or target.shape[dim] * strides[dim] == strides[dim - 1]):
             dim -= 1
         nbytes = math.prod(target.shape[dim:]) * size
-        if not dim or steps[dim - 1] - nbytes < _ROW_GAP:
+        if not dim or strides[dim - 1] - nbytes < _ROW_GAP:
             return False
         flat = target.reshape(-1).view(np.uint8).data
         places: Any = np.zeros(1, np.int64)
-        for count, step in zip(target.shape[:dim], steps, strict=False):
-            places = (places[:, None] + np.arange(count) * step).reshape(-1)
+        for count, stride in zip(target.shape[:dim], strides, strict=False):
+            places = (places[:, None] + np.arange(count) * stride).reshape(-1)
         places += int(self.start[row])
         for place, begin in zip(places.tolist(), range(0, len(flat), nbytes), strict=True):
             source.read_into(place, flat[begin : begin + nbytes])
@@ -398,9 +399,9 @@ class ReadPlan:
                         self._compare(number, int(isal_zlib.crc32(chunk)))
                 target, shape = self._across((row, end))
                 bits = target.dtype
-                *rows, column = _steps(shape, bits.itemsize)
-                steps = (*rows, apart, column)
-                copy_elements(np.ndarray(target.shape, bits, data, 0, steps), target)
+                *rows, column = _strides(shape, bits.itemsize)
+                strides = (*rows, apart, column)
+                copy_elements(np.ndarray(target.shape, bits, data, 0, strides), target)
             elif (direct := self.direct(row)) is not None:
                 crc = _copied(data, direct, 0, verify=self.verify)
                 if self.verify:
@@ -447,11 +448,11 @@ class ReadPlan:
 
     def _elements(self, piece: Piece, bits: np.dtype[Any], data: memoryview) -> npt.NDArray[Any]:
         """What is needed of a chunk, of which `data` is what was read."""
-        steps = _steps(piece.stored_shape, bits.itemsize)
+        strides = _strides(piece.stored_shape, bits.itemsize)
         if self.verify:
-            return _view(np.ndarray(piece.stored_shape, bits, data, 0, steps), piece.source)
+            return _view(np.ndarray(piece.stored_shape, bits, data, 0, strides), piece.source)
         # Only their span was read, so the first one is at 0.
-        return np.ndarray([s.stop - s.start for s in piece.source], bits, data, 0, steps)
+        return np.ndarray([s.stop - s.start for s in piece.source], bits, data, 0, strides)
 
     def _across(self, band: tuple[int, int]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
         """Where chunks side by side belong, with a dim for them before the last one; and the shape
@@ -495,5 +496,5 @@ def _view(array: npt.NDArray[Any], part: tuple[slice, ...]) -> npt.NDArray[Any]:
     return view
 
 
-def _steps(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+def _strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

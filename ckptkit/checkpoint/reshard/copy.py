@@ -63,9 +63,10 @@ def copy_packs(
     begun: list[Pack] = []
     room, read = budget.shared_bytes, partial(read_boxes, source, budget)
     shared = SharedChunks(source.manifest.arrays, read, room) if room else None
-    # Chunks of a foreign checkpoint have no checksums, and may overlap.
-    is_ours = source.manifest.is_checked and not budget.source.by_request
-    copier = ChunkCopier(source, budget, shared, SmallChunks(source) if is_ours else None)
+    # Chunks of a foreign checkpoint have no checksums, and may overlap; what is read by requests is
+    # not read chunk by chunk.
+    reads_small = source.manifest.is_checked and not budget.source.by_request
+    copier = ChunkCopier(source, budget, shared, SmallChunks(source) if reads_small else None)
 
     def segments_of(rank: int) -> Iterator[Callable[[], None]]:
         pack = _begin_pack(target, rank, destination, copier, progress)
@@ -112,16 +113,16 @@ def _begin_pack(
     writes = chunks_to_write(target.owned, rank)
     known = [(owned, a.info) for owned, a in zip(target.owned, target.arrays, strict=True)]
     mine = [(a, chunks) for a, chunks in zip(target.arrays, writes, strict=True) if len(chunks)]
-    origins = [array for array, _ in mine]
+    arrays = [array for array, _ in mine]
     packed = [PackedArray(array.info, chunks) for array, chunks in mine]
     plan = PackPlan(target.table, documents_of(known, writes, rank), packed)
     objects = objects_of(target.choice.objects, rank, target.world_size)
-    pack = Pack(rank, plan, objects, partial(copier.fill, origins))
+    pack = Pack(rank, plan, objects, partial(copier.fill, arrays))
     try:
         pack.begin(
             StepFolder(destination, step_name(target.save.step)),
             target.save,
-            pack.segments_at(_lasts(plan, origins, copier.budget)),
+            pack.segments_at(_segment_ends(plan, arrays, copier.budget)),
             refers=rank > 0,
             memory=copier.budget.sink_bytes,
             progress=progress,
@@ -140,7 +141,7 @@ def at_work(where: str) -> PeerError:
     )
 
 
-def _lasts(plan: PackPlan, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
+def _segment_ends(plan: PackPlan, arrays: Sequence[TargetArray], budget: Budget) -> list[int]:
     """Where segments end: each array's chunks in batches as the plan has them, small ones together.
 
     The batches of chunks that go over as they are need not be large: no chunk of the source is
@@ -151,11 +152,11 @@ def _lasts(plan: PackPlan, origins: Sequence[TargetArray], budget: Budget) -> li
     usual = min(_USUAL, budget.batch_bytes)
     held = sum(len(data) for _, data in plan.documents)
     ends: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for (info, chunks), origin in zip(plan.arrays, origins, strict=True):
-        kind = id(origin.source.kind), id(info.kind), id(chunks)
+    for (info, chunks), array in zip(plan.arrays, arrays, strict=True):
+        kind = id(array.source.kind), id(info.kind), id(chunks)
         if kind not in ends:
-            sizes = info.grid.stored_elements(chunks) * origin.itemsize
-            limit = usual if origin.is_kept else budget.batch_bytes
+            sizes = info.grid.stored_elements(chunks) * array.itemsize
+            limit = usual if array.is_kept else budget.batch_bytes
             ends[kind] = [(last, int(sizes[i:last].sum())) for i, last in batches(sizes, limit)]
         base = end
         for last, nbytes in ends[kind]:
@@ -175,15 +176,15 @@ class ChunkCopier:
     shared: SharedChunks | None = None
     small: SmallChunks | None = None
 
-    def fill(self, origins: Sequence[TargetArray], slots: Iterable[Slot]) -> Sequence[Slot]:
+    def fill(self, arrays: Sequence[TargetArray], slots: Iterable[Slot]) -> Sequence[Slot]:
         """Fill some chunks of a pack, and read each chunk of the source once for all of them. Slots
-        number the arrays of the pack, which are made of `origins`.
+        number the arrays of the pack, which are `arrays`.
         """
         left = slots = list(slots)
         if self.small is not None:
-            left = self.small.fill(origins, slots)
+            left = self.small.fill(arrays, slots)
         self.fill_boxes(
-            (origins[slot.array], *chunk_view(origins[slot.array].info, slot.chunk, slot.memory))
+            (arrays[slot.array], *chunk_view(arrays[slot.array].info, slot.chunk, slot.memory))
             for slot in left
         )
         return slots
@@ -395,14 +396,14 @@ class SmallChunks:
         # in another way. The rest of a chunk that has padding is zero.
         self._known: dict[tuple[int, int, int], tuple[list[_Move], bool] | None] = {}
 
-    def fill(self, origins: Sequence[TargetArray], slots: Iterable[Slot]) -> list[Slot]:
-        """Fill slots, whose arrays are made of `origins`; returns those that it leaves."""
+    def fill(self, arrays: Sequence[TargetArray], slots: Iterable[Slot]) -> list[Slot]:
+        """Fill the slots that it can, of a pack of these arrays; returns those that it leaves."""
         left: list[Slot] = []
         rows: list[int] = []
         jobs: list[tuple[memoryview, _Move]] = []
         for slot in slots:
             _, number, chunk, memory = slot
-            array = origins[number]
+            array = arrays[number]
             key = id(array.source.kind), id(array.info.kind), chunk
             if key not in self._known:
                 self._known[key] = _moves(array, chunk)

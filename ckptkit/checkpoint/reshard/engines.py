@@ -105,10 +105,10 @@ def copy_elsewhere(
     source: Checkpoint,
     destination: Store,
     budget: Budget,
-    progress: Callable[[int], None],
+    copied: Callable[[int], None],
 ) -> None:
-    """Have an executor's workers copy packs, each told the rank of one that is done; the first
-    error stops what has not begun, and on Ray what runs too.
+    """Have an executor's workers copy packs; `copied` is told the rank of each that is done. The
+    first error stops what has not begun, and on Ray what runs too.
     """
     engine = target.options.engine
     # Each worker writes one pack at a time, in a process of its own.
@@ -133,7 +133,7 @@ def copy_elsewhere(
             while left:
                 done, left = wait(left, LOOK, FIRST_COMPLETED)
                 for future in done:
-                    progress(future.result())
+                    copied(future.result())
         except CkptkitError:
             raise
         except Exception as error:

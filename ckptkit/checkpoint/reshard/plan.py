@@ -57,7 +57,7 @@ _PROBE_BYTES, _PROBE_PARTS, _PROBE_CHUNKS = 8 << 20, 16, 64
 
 
 class ReshardKeywords(TypedDict, total=False):
-    """The keywords of `plan_reshard` and `reshard`; `ReshardOptions` has what they are without."""
+    """The keywords of `plan_reshard` and `reshard`; `ReshardOptions` has their defaults."""
 
     to: Required[str | Strategy]
     expect: str | Strategy | None
@@ -205,7 +205,7 @@ class ReshardPlan(ReshardCost):
     memory: int
     workers: int
     finished: tuple[int, ...]
-    """Ranks whose packs an earlier run has completed."""
+    """Ranks whose packs are there by their names; `run` looks whether they are complete."""
     seconds: float | None
     ranks: Sequence[int] = field(repr=False)
     """The ranks whose packs `run` writes: all, but for a slice."""
@@ -252,23 +252,28 @@ class ReshardPlan(ReshardCost):
 
     @uncollected()
     def run(self, progress: Progress | None = None) -> Resharded:
-        """Look again at what is there, copy the packs that are missing, and commit."""
+        """Look again at what is there, copy the packs that are missing, and commit.
+
+        `progress` hears of the bytes that are written, and with a digest first of as many that are
+        read for it.
+        """
         source, folder, target, budget = self.checkpoint, self.folder, self.target, self.budget
         options, store = target.options, folder.store
         with source:
             if options.digest:
                 # Raises where another step is in the way, before all of the source is read.
                 _is_there(target, source, folder, digest_to_come=True)
-                target = replace(target, digest=_digest(source, target))
+                target = replace(target, digest=_digest(source, target, progress))
             save_id, count = target.save.save_id, target.world_size
             done = Resharded(self.destination, self.step, save_id, count, tuple(range(count)))
             if _is_there(target, source, folder):
-                return done
+                return replace(done, is_new=False)
             finished = finished_packs(target, folder, self.ranks, progress=progress)
             done = replace(done, finished=tuple(sorted(finished)), committed=not options.is_slice)
             missing = [rank for rank in self.ranks if rank not in finished]
             check_room(store, sum(self.bytes_by_rank[rank] for rank in missing), store.location)
-            check_huge_chunks(target.arrays, source, budget)
+            if missing:
+                check_huge_chunks(target.arrays, source, budget)
             if options.is_here:
                 copy_packs(target, missing, source, store, budget, progress)
             else:
@@ -294,6 +299,8 @@ class Resharded:
     """The ranks whose packs an earlier run had completed."""
     committed: bool = True
     """False for a slice: `commit_packs` makes the step of all slices."""
+    is_new: bool = True
+    """False where the step was there already, and nothing was written."""
 
 
 def _is_there(
@@ -335,7 +342,7 @@ def _is_there(
     return False
 
 
-def _digest(source: Checkpoint, target: ReshardTarget) -> str:
+def _digest(source: Checkpoint, target: ReshardTarget, progress: Progress | None) -> str:
     """The digest that a target will have, from its source, in bounded memory."""
     # Values that are cast are in memory twice.
     casts = [a for a in target.arrays if a.is_cast]
@@ -347,7 +354,7 @@ def _digest(source: Checkpoint, target: ReshardTarget) -> str:
     arrays = {array.name: _readable(array, stored) for array in target.arrays}
     for alias in target.choice.aliases:
         arrays[alias.name] = arrays[alias.alias_of]
-    return digest_of(arrays, target.choice.objects, limits).step
+    return digest_of(arrays, target.choice.objects, limits, progress=progress).step
 
 
 def _readable(array: TargetArray, stored: Mapping[str, Readable]) -> Readable:

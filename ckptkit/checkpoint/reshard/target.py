@@ -231,6 +231,7 @@ def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> 
         step_name(options.step)  # raises where it is no step
         save = replace(save, step=options.step)
     is_known = not isinstance(manifest, ForeignManifest) or manifest.foreign.strategy is not None
+    # Part of the id of the save, so never to be worded anew.
     written_by = str(save.strategy) if is_known else "unknown"
     return ReshardTarget(save, decided, strategy, choice, tuple(arrays), written_by, digest)
 

@@ -52,7 +52,7 @@ class Chosen:
     rows: tuple[Rows, ...]
     """Where it is not one array of the source, whole: what it is made of."""
     equal: tuple[str, ...] = field(default=(), kw_only=True)
-    """Numbers of the source that are this one, too: their values have to be the same."""
+    """Names of scalars of the source that become one with it: their values have to be the same."""
 
     @property
     def name(self) -> str:
@@ -117,7 +117,7 @@ class Translation:
             return _from_doc(what, "names")
         if what in translations():
             return translations()[str(what)]
-        return _from_doc(document_in(what, [*translations()]), Path(what).name)
+        return _from_doc(document_in(what, [*translations()], "table"), Path(what).name)
 
     def applied(
         self, arrays: Sequence[Chosen], aliases: Mapping[str, str], sizes: Mapping[str, Any]

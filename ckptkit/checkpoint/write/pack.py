@@ -64,8 +64,8 @@ class Slot(NamedTuple):
 
 
 Fill: TypeAlias = Callable[[Iterable[Slot]], Iterable[Slot]]
-"""Puts chunks into their slots, and gives each slot back as soon as it is full; any thread calls
-it."""
+"""Puts chunks into their slots, and gives each slot back once it is full: at once where it can, for
+its bytes are still in the processor's cache then. Any thread calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class Segment:
 
 
 class Pack:
-    """What one writer writes of a step: perhaps staged, then begun, and written segment by segment,
-    as its plan says.
+    """What one writer writes of a step, in three phases: perhaps `stage`, then `begin`, which opens
+    the file, and `write_segment` for each segment, from any thread; the last one finishes it.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Pack:
         self._progress = progress
         self._left = len(segments)
         self._writing = threading.Lock()
-        # Of no arrays the tables are the same for any strategies: these have to be compared then.
+        # An empty table says nothing of the strategy, so each record has its own.
         self._refers = refers and len(self.plan.table.names) > 0
         name, record, plan = record_name(self._rank), len(self._record()), self.plan
         offset = data_offset(name, record, plan.end)

@@ -86,7 +86,7 @@ class LiveTensor(NamedTuple):
                     value=str(self.tensor.placements),
                 )
         part = topology.part(self.name, self.shape, self.placements)
-        local = torch.empty(part.shape, dtype=whole.dtype)
+        local = torch.empty(part.shape, dtype=whole.dtype, device="cpu")
         for there, here in indices(part, self.shape):
             local[here] = whole[there]
         return self._replace(local=local, own=None, tensor=None)

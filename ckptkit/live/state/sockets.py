@@ -174,7 +174,7 @@ def hear(sock: socket.socket, most: int, deadline: float | None = None) -> Any:
     if sum(sizes) > most:
         raise PeerError("a message with more tensors than there are", value=sum(sizes))
     ends = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-    memory = torch.empty(ends[-1], dtype=torch.uint8)
+    memory = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
     receive_into(sock, memory.numpy().data, deadline)
     tensors = {
         path: memory[start : start + size].view(form.torch_dtype).view(form.shape)

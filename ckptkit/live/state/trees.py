@@ -143,7 +143,7 @@ def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor] | None, wher
             if len(tree) != 1 or not isinstance(array, np.ndarray):
                 raise FormatError("not the values of a tensor", where=where, value=tree)
             dtype = DType.of(array.dtype)
-            tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
+            tensor = torch.empty(array.shape, dtype=torch_dtype(dtype), device="cpu")
             as_bits(where, tensor)[...] = array.view(dtype.bits)
             return tensor
         if len(tree) == 1 and (mark := next(iter(tree))) in _MADE_BY:
@@ -192,7 +192,7 @@ def arrays_in(tree: Any, where: str) -> list[str]:
 
     def note(name: str) -> torch.Tensor:
         found.append(name)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     put_tensors(tree, note, where)
     return found

@@ -21,7 +21,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.optim import Optimizer
 
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
-from ckptkit.format.names import matches, pattern_list
+from ckptkit.format.names import ALIKE, WRAPPED, matches, pattern_list
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.entries import (
     Line,
@@ -143,7 +143,9 @@ def _optimizer(optimizer: object, model: Model | None) -> PlainOptimizer:
 
 def _check_stateful(name: str, value: object) -> None:
     """Refuse what a load could not give back: it fills objects and containers in place."""
-    if name in ("model", "optimizer", "extra"):
+    # Below the last three are values that a step has beside these objects.
+    top = name.partition("/")[0]
+    if name in ("model", "optimizer") or top in ("extra", WRAPPED, ALIKE):
         raise InvalidNameError(
             "this group is ckptkit's own",
             where="state",
