@@ -29,8 +29,8 @@ from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.restore import (
     NOT_LOADED,
     Restored,
+    attempts,
     check_whole,
-    first_sound,
     load_into,
     raise_alike,
 )
@@ -268,7 +268,7 @@ class Checkpointer:
             steps = [StepFolder(self._tiers.at(at), step_name(number)) for number, at in candidates]
 
             restored, damaged = None, list[Damage]()
-            for folder, attempt in first_sound(steps, damaged, is_first=self._world.rank == 0):
+            for folder, attempt in attempts(steps, damaged, is_first=self._world.rank == 0):
                 with attempt:
                     ranks, number = self._meeting("load", NOT_LOADED), step_number(folder.name)
                     try:
@@ -350,7 +350,9 @@ class Checkpointer:
             log.error("at the end of the block: %s", problem)
 
     def _write_and_commit(self, save: PreparedSave, started: float, after: ExitStack) -> None:
-        """Write a save and make its step exist, in the background or not."""
+        """Write a save and make its step exist, in the background or not. Copying elsewhere begins
+        when `after` ends, whatever has become of the save.
+        """
         step = save.writer.step
         with after:
             try:

@@ -199,7 +199,7 @@ def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
     return Checkpoint(folder, decoded_manifest(folder, data))
 
 
-def first_sound(
+def attempts(
     steps: Sequence[StepFolder], damaged: list[Damage], *, is_first: bool = False
 ) -> Iterator[tuple[StepFolder, AbstractContextManager[None]]]:
     """Each of some steps with an attempt: load it inside `with attempt:`, and then break or return.

@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Along:
     """What one chunk index means along one dim."""
 
     index: int
@@ -56,7 +56,7 @@ class Pieces(Sequence[Piece]):
     def __init__(self, grid: Grid, box: Box) -> None:
         self._grid = grid
         self._box = box
-        self._dims: list[list[_Step]] = []
+        self._dims: list[list[_Along]] = []
         for dim, span in enumerate(grid.span(box)):
             low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
             along = []
@@ -64,7 +64,7 @@ class Pieces(Sequence[Piece]):
                 start, stop, stored = grid.interval(dim, index)
                 begin, end = max(start, low), min(stop, high)
                 source, target = slice(begin - start, end - start), slice(begin - low, end - low)
-                along.append(_Step(index, stored, source, target))
+                along.append(_Along(index, stored, source, target))
             self._dims.append(along)
         self._length = math.prod(map(len, self._dims))
 

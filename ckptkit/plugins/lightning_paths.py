@@ -32,7 +32,7 @@ from ckptkit.format.names import OPTIMIZER
 from ckptkit.format.objects import Replicated
 from ckptkit.live import Checkpointer, Restored, load, load_state
 from ckptkit.live.background import Background
-from ckptkit.live.restore import NOT_LOADED, check_whole, first_sound
+from ckptkit.live.restore import NOT_LOADED, attempts, check_whole
 from ckptkit.live.resume import saved_documents
 from ckptkit.live.save import LastSave, SaveOptions, prepare
 from ckptkit.live.state.extra import SEEN_BY_ALL
@@ -184,7 +184,7 @@ class PathRuns:
         restored: Restored | None = None
         steps = {StepFolder(self._store(run), step_name(it)): (run, it) for run, it in target.steps}
         damaged: list[Damage] = []
-        for at, attempt in first_sound([*steps], damaged):
+        for at, attempt in attempts([*steps], damaged):
             run, step = steps[at]
             with attempt:
                 restored = self._at(run).restore(step=step, **options, **objects)
@@ -325,7 +325,7 @@ class PathRuns:
         locations = [f"{run}/{step_name(each)}" for run, each in steps] or [place]
         folders = [StepFolder(self._store(run), step_name(each)) for run, each in steps]
         groups, damaged = list[str](), list[Damage]()
-        for _, attempt in first_sound(folders or [StepFolder(below)], damaged):
+        for _, attempt in attempts(folders or [StepFolder(below)], damaged):
             with attempt, open_checkpoint(self._store(locations[len(damaged)])) as checkpoint:
                 groups = sorted({it.name.partition("/")[0] for it in checkpoint.manifest.objects})
                 break

@@ -64,7 +64,7 @@ from ckptkit.checkpoint.write.damage import Damage, mark_replaceable
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.megatron import COMMON, CONFIG
 from ckptkit.live.fill import fill_boxes
-from ckptkit.live.restore import NOT_LOADED, first_sound, open_together
+from ckptkit.live.restore import NOT_LOADED, attempts, open_together
 from ckptkit.live.state.entries import StateMismatchError
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import torch_dtype
@@ -121,7 +121,7 @@ def load(
     steps = [StepFolder(store, "" if it is None else step_name(it)) for it in candidates]
     is_first = current_world().rank == 0
     damaged: list[Damage] = []
-    for folder, attempt in first_sound(steps, damaged, is_first=is_first):
+    for folder, attempt in attempts(steps, damaged, is_first=is_first):
         with attempt:
             strategy = LoadStrategy(
                 store,

@@ -154,16 +154,19 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             numbers = (n for file in missing for n in file.pieces if isinstance(n, int))
             check_room(store, sum(tensors[n].nbytes for n in numbers), place.location)
             if config is not None:
-                for name in _copied_beside(config):
-                    keys.append(name)
-                    store.put(name, config.read_whole(name, _MOST_BESIDE))
+                for copied in _copied_beside(config):
+                    keys.append(copied)
+                    store.put(copied, config.read_whole(copied, _MOST_BESIDE))
             check_huge_chunks(arrays, checkpoint, budget)
             copier = ChunkCopier(checkpoint, budget)
             for file in missing:
-                # Before it is written: what fails may be there all the same.
-                keys.extend([file.key] if finished.note else [])
+                # A folder is ours, and a file that fails may be there all the same. A single file
+                # may be somebody else's until it is written.
+                if finished.note:
+                    keys.append(file.key)
                 finished.add(file.key, *write_file(file, arrays, copier, store, progress))
-                keys.extend([] if finished.note else [file.key])
+                if not finished.note:
+                    keys.append(file.key)
             checkpoint.check_unchanged()
             for key, data in new.closing:
                 keys.append(key)

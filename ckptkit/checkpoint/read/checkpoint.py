@@ -124,9 +124,9 @@ class Checkpoint(Closing):
         self.packs = OpenPacks(folder, manifest)
         if isinstance(manifest, ForeignManifest):
             self.packs = ForeignFiles(folder, manifest)
-        self._places = {name: place for place, name in enumerate(manifest.table.names)}
+        self._numbers = {name: number for number, name in enumerate(manifest.table.names)}
         for alias in manifest.aliases:
-            self._places[alias.name] = self._places[alias.alias_of]
+            self._numbers[alias.name] = self._numbers[alias.alias_of]
 
     @property
     def location(self) -> str:
@@ -184,7 +184,7 @@ class Checkpoint(Closing):
     @cached_property
     def names(self) -> Sequence[str]:
         """The names of all arrays, in order, tied ones under each of theirs."""
-        return sorted(self._places)
+        return sorted(self._numbers)
 
     @property
     def objects(self) -> Mapping[str, Any]:
@@ -217,7 +217,7 @@ class Checkpoint(Closing):
         return sum(pack.size for pack in self.manifest.packs)
 
     def __repr__(self) -> str:
-        what = f"{counted(len(self._places), 'array')}, {size_text(self.stored_bytes)}"
+        what = f"{counted(len(self._numbers), 'array')}, {size_text(self.stored_bytes)}"
         return f"Checkpoint({self.location!r}, step {self.step}, {self.written_by}, {what})"
 
     @uncollected()
@@ -240,7 +240,7 @@ class Checkpoint(Closing):
             "saved": time_text(self.time) or "at no date",
             "strategy": self.written_by,
             "size": f"{size_text(self.stored_bytes)} in {packs}",
-            "arrays": f"{len(self._places)}, the largest below",
+            "arrays": f"{len(self._numbers)}, the largest below",
             "objects": ", ".join(item.name for item in self.manifest.objects[:_SHOWN]) or "none",
         }
         head = ("name", "", "dtype", "shape", "role", "size")
@@ -257,7 +257,7 @@ class Checkpoint(Closing):
         return display.Inline(import_module("ckptkit.page").view(self.place, **options))
 
     def _ipython_key_completions_(self) -> list[str]:
-        return display.natural_order(self._places)
+        return display.natural_order(self._numbers)
 
     def __getitem__(self, name: str) -> Array:
         return Array(self, name, self.info(name))
@@ -267,7 +267,7 @@ class Checkpoint(Closing):
         return self.manifest.arrays[self.number(name)]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._numbers
 
     def first_row(self, name: str) -> int:
         """Where the chunks of an array begin in the columns of the manifest."""
@@ -312,8 +312,8 @@ class Checkpoint(Closing):
         checked: list[Wanted] = []
         kinds, fitting = self.manifest.table.kinds, set[tuple[Any, ...]]()
         for name, box, target in wanted:
-            place = self.number(name)
-            kind = kinds[place]
+            number = self.number(name)
+            kind = kinds[number]
             what = id(kind), box.offset, box.shape
             if what not in fitting:
                 _inside(kind.shape, name, box)
@@ -328,7 +328,7 @@ class Checkpoint(Closing):
             if not target.flags.writeable:
                 raise LayoutError("the memory is read-only", where=name)
             is_raw = target.dtype is kind.dtype.bits
-            checked.append(Wanted(place, box, target if is_raw else target.view(kind.dtype.bits)))
+            checked.append(Wanted(number, box, target if is_raw else target.view(kind.dtype.bits)))
         pace = pace or self.packs.pace
         if threads:
             pace = replace(pace, requests=threads)
@@ -352,15 +352,15 @@ class Checkpoint(Closing):
 
     def number(self, name: str) -> int:
         """Which of the arrays of the manifest a name means."""
-        if name not in self._places:
-            guess = nearest(str(name), self._places, 3)
+        if name not in self._numbers:
+            guess = nearest(str(name), self._numbers, 3)
             raise NotFoundError(
                 "no such array",
                 where=self.location,
                 value=name,
                 hint=f"{guess}`ckpt show {self.location}` lists the arrays",
             )
-        return self._places[name]
+        return self._numbers[name]
 
 
 NamedBox: TypeAlias = tuple[str, Box, npt.NDArray[Any]]

@@ -75,8 +75,7 @@ def plan_read(
     reads them: what a device has is then read past the page cache. The runs of a `staged` plan are
     for `stage`, and not for `read`.
     """
-    # Layers are alike: what one has found out holds for all. So all that is said of each piece is
-    # found once for each kind of box, and looked up there: row `at` of what the kinds have, joined.
+    # Layers are alike: what is said of pieces is found once for each kind of box.
     manifest = packs.manifest
     verify = verify and manifest.is_checked
     pieces, sizes = list[Pieces](), list[int]()
@@ -90,27 +89,28 @@ def plan_read(
             pieces.append(Pieces(kind.grid, box))
             sizes.append(kind.dtype.itemsize)
         numbers.append(found)
+    # A row for each piece of each box: which box (`number`), which of its pieces (`place`), and
+    # where the kinds' columns, joined, say what holds for it (`at`).
     filled_by = np.array(numbers, np.int64)
     lengths = np.array([len(each) for each in pieces], np.int64)
     counts = lengths[filled_by]
     number = np.repeat(np.arange(len(wanted)), counts)
     place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
     at = (np.cumsum(lengths) - lengths)[filled_by][number] + place
+    # Which chunk that is (its row in the manifest), and where what is needed of it lies and lands.
     firsts = manifest.starts[np.array([each.array for each in wanted], np.int64)]
     rows = _joined([each.chunks() for each in pieces])[at] + firsts[number]
     start = manifest.offset[rows].astype(np.int64)
     stop = start + manifest.length[rows].astype(np.int64)
-    lands = _joined(
-        [
-            np.where((begins := each.begins(parts=not verify)) < 0, -1, begins * size)
-            for each, size in zip(pieces, sizes, strict=True)
-        ]
-    )[at]
+    begins = [each.begins(parts=not verify) for each in pieces]
+    pairs = zip(begins, sizes, strict=True)
+    lands = _joined([np.where(begin < 0, -1, begin * size) for begin, size in pairs])[at]
     if not verify:
         spans = [each.element_spans() for each in pieces]
         first = _joined([span[0] * size for span, size in zip(spans, sizes, strict=True)])
         last = _joined([span[1] * size for span, size in zip(spans, sizes, strict=True)])
         start, stop = start + first[at], start + last[at]
+    # In the order of the packs: which rows are read together.
     pack = manifest.pack[rows]
     order = np.lexsort((start, pack))
     pack, start, stop = pack[order], start[order], stop[order]

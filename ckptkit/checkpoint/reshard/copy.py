@@ -65,7 +65,7 @@ def copy_packs(
     shared = SharedChunks(source.manifest.arrays, read, room) if room else None
     # Chunks of a foreign checkpoint have no checksums, and may overlap; what is read by requests is
     # not read chunk by chunk.
-    reads_small = source.manifest.is_checked and not budget.source.by_request
+    reads_small = source.manifest.is_checked and not budget.whole_pace.by_request
     copier = ChunkCopier(source, budget, shared, SmallChunks(source) if reads_small else None)
 
     def segments_of(rank: int) -> Iterator[Callable[[], None]]:

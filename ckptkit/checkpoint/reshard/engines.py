@@ -115,7 +115,7 @@ def copy_elsewhere(
     alone = replace(
         budget,
         workers=1,
-        source=budget.pace,
+        whole_pace=budget.pace,
         packs=1,
         shared_bytes=0,
         decoded_bytes=budget.decoded_bytes // budget.workers,

@@ -317,7 +317,7 @@ class Budget:
     workers: int
     batch_bytes: int
     chunk_bytes: int
-    source: Pace
+    whole_pace: Pace
     """How the source is read by all workers together."""
     sink_bytes: int | None
     """What the sink of one pack may keep; None where it keeps nothing."""
@@ -386,7 +386,7 @@ class Budget:
     def under_way(self) -> int:
         """The most that is kept besides what the workers hold."""
         sinks = (self.sink_bytes or 0) * self.packs
-        return self.source.nbytes + sinks + self.shared_bytes + self.decoded_bytes
+        return self.whole_pace.nbytes + sinks + self.shared_bytes + self.decoded_bytes
 
     @property
     def peak(self) -> int:
@@ -397,7 +397,7 @@ class Budget:
     @property
     def pace(self) -> Pace:
         """How each worker reads the source."""
-        return self.source.shared(self.workers)
+        return self.whole_pace.shared(self.workers)
 
     def is_huge(self, array: ArrayInfo) -> bool:
         """Whether the chunks of an array of the source are too large to be read whole."""

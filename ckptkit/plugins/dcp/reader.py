@@ -40,7 +40,7 @@ from ckptkit.errors import (
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path
 from ckptkit.format.names import MODEL, OPTIMIZER
 from ckptkit.live.fill import fill_boxes
-from ckptkit.live.restore import NOT_LOADED, first_sound, raise_alike
+from ckptkit.live.restore import NOT_LOADED, attempts, raise_alike
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state_dict import nested_state
 from ckptkit.model import Box
@@ -158,7 +158,7 @@ class DcpReader(StorageReader):
             numbers = newest_first(n for n in Run(store).steps() if step is None or n <= step)
         folders = [StepFolder(store, step_name(number)) for number in numbers]
         damaged: list[Damage] = []
-        for folder, attempt in first_sound(folders, damaged):
+        for folder, attempt in attempts(folders, damaged):
             with attempt:
                 keys = Keys(Checkpoint(folder, read_manifest(folder)))
                 # Which saves are damaged is said now: one that is made from here on stays.
@@ -177,7 +177,7 @@ class DcpReader(StorageReader):
             steps = [planned.checkpoint.folder]
             older = ranks.share(lambda: [folder.name for folder in self._older])
             steps += [StepFolder(steps[0].store, name) for name in older]
-            for folder, attempt in first_sound(steps, damaged, is_first=ranks.rank == 0):
+            for folder, attempt in attempts(steps, damaged, is_first=ranks.rank == 0):
                 problem: FormatError | None = None
                 with attempt:
                     try:

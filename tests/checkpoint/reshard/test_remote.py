@@ -81,14 +81,14 @@ def test_what_is_under_way_counts_as_memory(memory: int) -> None:
     batches = found.workers * 3 * found.batch_bytes
     assert batches + found.under_way + 24 * MIB <= memory * MIB
     assert found.under_way <= memory * MIB // 2
-    assert found.pace.nbytes * found.workers <= found.source.nbytes
+    assert found.pace.nbytes * found.workers <= found.whole_pace.nbytes
 
 
 def test_with_little_memory_one_pack_is_written_at_a_time_and_less_asked_for_at_once() -> None:
     little, much = budget(160 * MIB), budget(2048 * MIB)
     assert little.packs == 1
     assert much.packs == 2
-    assert little.source.nbytes < much.source.nbytes
+    assert little.whole_pace.nbytes < much.whole_pace.nbytes
     with pytest.raises(ckptkit.CkptkitError, match="too little memory"):
         budget(64 * MIB)
 
