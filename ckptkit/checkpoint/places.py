@@ -328,7 +328,7 @@ def _not_committed(
     if DATA in names:
         # Others may have a folder `data` beside their files; a step of ours has no such files.
         known = format_of(store, names)
-        is_begun = known is None or not known.read
+        is_begun = known is None or not known.reader
     if is_begun or is_empty:
         objects = len(store.list(folder.data()))
         manifest = "an empty manifest" if is_empty else "no manifest"
@@ -355,7 +355,7 @@ def _not_committed(
         return NotFoundError(
             f"no checkpoint of ckptkit, but {known.what}",
             where=where,
-            hint=_FOREIGN_HINT if not known.read else READABLE_HINT,
+            hint=_FOREIGN_HINT if not known.reader else READABLE_HINT,
         )
     what = f"{len(names)} other files" if names else "nothing there"
     guess = "" if names else _steps_beside(folder)

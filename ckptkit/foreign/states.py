@@ -332,7 +332,7 @@ def _from_flat(
     return by_name, list(alike.values()), more
 
 
-def counted(tree: Mapping[Any, Any]) -> int:
+def step_counted(tree: Mapping[Any, Any]) -> int:
     """The number of the step, where the file says it."""
     for key in ("global_step", "step", "iteration"):
         value = tree.get(key)

@@ -64,7 +64,7 @@ class Tiers:
         if local is not None:
             options = CopyOptions(overwrite=overwrite, progress=self._check_wanted)
             self._mirror = Mirror(self.near, far, retention, options)
-        self._uploads = Background()
+        self._copies = Background()
         self._has_looked = False
         self._given_up = threading.Event()
         self._over: list[Ranks] = []
@@ -86,7 +86,7 @@ class Tiers:
         if not self._has_looked:
             self._mirror.look(ranks)
             self._has_looked = True
-        failure = self._uploads.newest_failure()
+        failure = self._copies.newest_failure()
         told = (failure[0], Failure.of(0, failure[1]).said()) if failure else None
         found: tuple[int, bytes] | None = ranks.share(lambda: told)
         return found
@@ -100,7 +100,7 @@ class Tiers:
         mirror = self._mirror
         if mirror is None:
             return lambda: None
-        return self._uploads.turn(lambda: self._round(mirror, ranks, step), "the upload")
+        return self._copies.turn(lambda: self._round(mirror, ranks, step), "copying")
 
     def saved(self, step: int) -> None:
         """A step is committed: on rank 0 others may have to go. With a local folder that is left to
@@ -145,23 +145,23 @@ class Tiers:
         """
         if said is not None:
             number, problem = said
-            error = self._uploads.take(number)
+            error = self._copies.take(number)
             raise error or Failure.heard(problem).error("steps could not be copied", PeerError)
 
     def wait(self) -> None:
         """Return when all rounds are over; raises the last error."""
-        self._uploads.wait()
+        self._copies.wait()
 
     def give_up(self) -> None:
         """The process has to end: leave what is not copied to the next job."""
         self._given_up.set()
-        self._uploads.give_up()
+        self._copies.give_up()
 
     def _round(self, mirror: Mirror, ranks: Ranks, step: int | None) -> None:
         if not self._has_looked or self._given_up.is_set():
             return  # a folder that was refused may be that of another run
         try:
-            mirror.upload(ranks, step)
+            mirror.copy_pending(ranks, step)
         except CkptkitError as error:
             if self._given_up.is_set():
                 log.warning("copying of steps was left to the next job")

@@ -73,8 +73,8 @@ def fill(
     lies on a device, is of another dtype, or is a conjugate view, torch has to copy.
     """
     known: dict[Any, list[tuple[Box, tuple[Any, ...]]]] = {}  # layers are alike
-    direct: list[NamedBox] = []
-    staged: list[tuple[Array, Box, torch.Tensor]] = []
+    by_numpy: list[NamedBox] = []
+    by_torch: list[tuple[Array, Box, torch.Tensor]] = []
     for held, array in fillings:
         local = held.local
         kind = held.shape, local.shape, id(held.placements), held.own
@@ -82,11 +82,11 @@ def fill(
             known[kind] = boxes_here(topology, held)
         if _has_raw_elements(held.name, local, array):
             bits = bits_of(held.name, local)
-            direct += [(array.name, box, bits[inside]) for box, inside in known[kind]]
+            by_numpy += [(array.name, box, bits[inside]) for box, inside in known[kind]]
         else:
-            staged += [(array, box, local[inside]) for box, inside in known[kind]]
-    _reader(checkpoint, options, alone=alone)(direct)
-    _fill_by_torch(checkpoint, staged, options, alone=alone)
+            by_torch += [(array, box, local[inside]) for box, inside in known[kind]]
+    _reader(checkpoint, options, alone=alone)(by_numpy)
+    _fill_by_torch(checkpoint, by_torch, options, alone=alone)
 
 
 def fill_boxes(
@@ -99,16 +99,16 @@ def fill_boxes(
     """Fill tensors with boxes of the arrays of some names, as `fill` does."""
     threads = reading_threads(current_world(), checkpoint.store.abilities, threads)
     options = LoadOptions(verify=verify, threads=threads)
-    direct: list[NamedBox] = []
-    staged: list[tuple[Array, Box, torch.Tensor]] = []
+    by_numpy: list[NamedBox] = []
+    by_torch: list[tuple[Array, Box, torch.Tensor]] = []
     for name, box, target in wanted:
         array = checkpoint[name]
         if _has_raw_elements(name, target, array):
-            direct.append((name, box, as_bits(name, target)))
+            by_numpy.append((name, box, as_bits(name, target)))
         else:
-            staged.append((array, box, target))
-    _reader(checkpoint, options, alone=False)(direct)
-    _fill_by_torch(checkpoint, staged, options, alone=False)
+            by_torch.append((array, box, target))
+    _reader(checkpoint, options, alone=False)(by_numpy)
+    _fill_by_torch(checkpoint, by_torch, options, alone=False)
 
 
 def _has_raw_elements(name: str, tensor: torch.Tensor, array: Array) -> bool:

@@ -76,7 +76,7 @@ class Two:
         for step in steps:
             save(self.local, state(step + seed), step=step, overwrite=True)
             if mirror is not None:
-                mirror.upload(OneRank(), up_to=step)
+                mirror.copy_pending(OneRank(), up_to=step)
 
     @property
     def steps(self) -> tuple[list[int], list[int]]:
@@ -87,7 +87,7 @@ class Two:
 def test_a_new_job_copies_what_an_earlier_one_left() -> None:
     two = Two()
     two.save(1, 2, 3)
-    two.mirror().upload(OneRank())
+    two.mirror().copy_pending(OneRank())
     assert two.steps == ([1, 2, 3], [1, 2, 3])
     assert contents(two.local) == contents(two.remote)
 
@@ -166,7 +166,7 @@ def test_damage_is_said_once_and_newer_steps_do_not_wait_behind_it(
     two.local = flipped(two.local, state(2)["x"].whole.tobytes()[:16])
     two.local.put("step-0000000001/manifest.msgpack", b"not a manifest")
     mirror = two.mirror()
-    mirror.upload(OneRank())
+    mirror.copy_pending(OneRank())
     assert two.steps == ([1, 2, 3], [3])
     two.save(4, mirror=mirror)
     assert two.steps == ([1, 2, 3, 4], [3, 4])
@@ -194,10 +194,10 @@ def test_a_step_that_goes_while_it_is_copied_is_not_called_damaged(
             return super().create(key, extents, **options)
 
     mirror.remote = Overtaking(two.remote)
-    mirror.upload(OneRank())
+    mirror.copy_pending(OneRank())
     assert two.steps == ([1, 2], [2])
     mirror.remote = two.remote
-    mirror.upload(OneRank())
+    mirror.copy_pending(OneRank())
     with Run(two.remote).open(1) as step:
         assert_holds(step, state(8))
     assert caplog.records == []
@@ -216,11 +216,11 @@ def test_a_step_that_is_saved_anew_while_it_is_copied_is_copied_again() -> None:
             two.save(1, seed=7)
 
     mirror.remote = Overwritten(two.remote)
-    mirror.upload(OneRank())
+    mirror.copy_pending(OneRank())
     with ckptkit.open(two.remote) as step:
         assert_holds(step, state(1))
     mirror.remote = two.remote
-    mirror.upload(OneRank())
+    mirror.copy_pending(OneRank())
     assert contents(two.local) == contents(two.remote)
     with ckptkit.open(two.remote) as step:
         assert_holds(step, state(8))
@@ -229,7 +229,7 @@ def test_a_step_that_is_saved_anew_while_it_is_copied_is_copied_again() -> None:
 def test_what_the_run_no_longer_keeps_is_not_copied() -> None:
     two = Two()
     two.save(1, 2, 3)
-    two.mirror(keep_last=1).upload(OneRank())
+    two.mirror(keep_last=1).copy_pending(OneRank())
     assert two.steps == ([1, 2, 3], [3])
 
 
@@ -255,10 +255,10 @@ def test_a_step_saved_anew_replaces_its_copy_only_where_asked_for() -> None:
     two.save(1, mirror=two.mirror())
     two.save(1, seed=7)
     with pytest.raises(StepExistsError, match="another save of this step"):
-        two.mirror().upload(OneRank())
+        two.mirror().copy_pending(OneRank())
     with ckptkit.open(two.remote) as step:
         assert_holds(step, state(1))
-    two.mirror(overwrite=True).upload(OneRank())
+    two.mirror(overwrite=True).copy_pending(OneRank())
     with ckptkit.open(two.remote) as step:
         assert_holds(step, state(8))
 
@@ -269,7 +269,7 @@ def test_overwriting_never_brings_back_an_older_save_over_a_later_one() -> None:
     save(two.remote, state(2), step=1)
     save(two.local, state(3), step=2)
     mirror = two.mirror(overwrite=True)
-    mirror.upload(OneRank())
+    mirror.copy_pending(OneRank())
     for step, seed in ((1, 2), (2, 3)):
         with Run(two.remote).open(step) as found:
             assert_holds(found, state(seed))
@@ -285,7 +285,7 @@ def test_a_job_that_dies_anywhere_in_a_round_leaves_all_it_had_and_the_next_one_
         failing = two.remote = FailingStore(whole, fail_at=number)
         mirror = two.mirror(keep_last=1)
         try:
-            mirror.upload(OneRank(), up_to=2)
+            mirror.copy_pending(OneRank(), up_to=2)
         except StorageError:
             pass
         else:
@@ -297,7 +297,7 @@ def test_a_job_that_dies_anywhere_in_a_round_leaves_all_it_had_and_the_next_one_
         two.remote = Remote()
         for key, data in contents(whole).items():
             two.remote.put(key, data)
-        two.mirror(keep_last=1).upload(OneRank(), up_to=2)
+        two.mirror(keep_last=1).copy_pending(OneRank(), up_to=2)
         assert two.steps == ([2], [2])
         assert ckptkit.verify(two.remote) == []
     else:
@@ -320,7 +320,7 @@ def test_the_newest_step_of_either_place_comes_first(
     two = Two()
     for number in {*here, *there}:
         two.save(number)
-    two.mirror().upload(OneRank())
+    two.mirror().copy_pending(OneRank())
     Run(two.local).delete(set(there) - set(here))
     Run(two.remote).delete(set(here) - set(there))
     assert two.mirror().candidates(None, fallback=True) == found
@@ -334,7 +334,7 @@ def test_of_two_saves_of_a_step_the_later_comes_first() -> None:
     two.save(1, mirror=two.mirror())
     two.save(1, seed=7)
     assert two.mirror().candidates(1, fallback=True) == [(1, LOCAL), (1, REMOTE)]
-    two.mirror(overwrite=True).upload(OneRank())
+    two.mirror(overwrite=True).copy_pending(OneRank())
     save(two.remote, state(3), overwrite=True)
     assert two.mirror().candidates(1, fallback=False) == [(1, REMOTE)]
 

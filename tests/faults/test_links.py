@@ -266,7 +266,7 @@ def test_a_linked_step_nearby_is_not_copied_and_does_not_count_as_copied(place: 
     mirror = Mirror(LocalStore(run), remote, Retention(keep_last=1))
     for _ in range(2):
         with pytest.raises(StorageError, match="not this one"):
-            mirror.upload(OneRank(), 200)
+            mirror.copy_pending(OneRank(), 200)
     # Step 110, which is kept, has not arrived: those before it stay.
     assert Run(run).steps() == [90, 100, 110, 200]
     assert Run(remote).steps() == []

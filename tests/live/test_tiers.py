@@ -151,7 +151,7 @@ def save_while_refused(kept: str, local: str, failing: int) -> list[Any]:
 
 def settle(checkpointer: Checkpointer) -> None:
     """Wait until a round is over, on all ranks."""
-    checkpointer._tiers._uploads.settle()
+    checkpointer._tiers._copies.settle()
     dist.barrier()
 
 

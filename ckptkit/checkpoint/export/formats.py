@@ -20,13 +20,13 @@ from isal import isal_zlib
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.foreign.extents import c_order
-from ckptkit.foreign.readers.safetensors import DTYPES, INDEX, METADATA, MOST_HEADER
+from ckptkit.foreign.readers.safetensors import INDEX, METADATA, MOST_HEADER, SPELLED
 from ckptkit.format.names import MODEL
 from ckptkit.format.pack import end_records
 from ckptkit.model import DType
 from ckptkit.model.display import natural_order
 
-_SPELLED = {dtype: spelled for spelled, dtype in DTYPES.items()}
+_SPELLED = {dtype: spelled for spelled, dtype in SPELLED.items()}
 _HEADER_ALIGNED = 8
 EMBEDDINGS = ("shared", "embed", "wte")
 """What the names of embeddings have in them, the first ones first."""

@@ -215,7 +215,7 @@ class ReadPlan:
         pieces = self.pieces[int(self.filled_by[number])]
         return self.wanted[number], self.piece_of(pieces, int(self.place[row]))
 
-    def direct(self, row: int) -> memoryview | None:
+    def lands_in(self, row: int) -> memoryview | None:
         """The caller's memory, where what is read of a chunk lands there without a gap."""
         begin, target = int(self.lands[row]), self.wanted[int(self.number[row])].target
         if begin < 0 or not target.flags.c_contiguous:
@@ -259,8 +259,8 @@ class ReadPlan:
             with source.lend(start, size, past_cache=True) as memory:
                 self._scatter(run, source.fetch(start, size) if memory is None else memory)
                 del memory  # or it would still be looked at when the block ends
-        elif last == first + 1 and (direct := self.direct(first)) is not None:
-            crc = self._fetch(source, start, direct, verify=self.verify)
+        elif last == first + 1 and (own := self.lands_in(first)) is not None:
+            crc = self._fetch(source, start, own, verify=self.verify)
             if self.verify:
                 self._compare(first, crc)
         else:
@@ -304,8 +304,8 @@ class ReadPlan:
         """
         if not self.pace.borrows or size < _LEAST_LENT:
             return False
-        start, direct = int(self.start[run[0]]), self.direct(run[0])
-        if direct and (address_of(direct) - start) % _ALIKE == 0:
+        start, own = int(self.start[run[0]]), self.lands_in(run[0])
+        if own and (address_of(own) - start) % _ALIKE == 0:
             return False
         with source.lend(start, size) as memory:
             if memory is None:
@@ -324,7 +324,7 @@ class ReadPlan:
         buffers: list[memoryview] = []
         reach = starts[0]
         for row, start, stop in zip(range(first, last), starts, stops, strict=True):
-            target = self.direct(row)
+            target = self.lands_in(row)
             if target is None or start < reach:
                 return False
             if start > reach:
@@ -402,8 +402,8 @@ class ReadPlan:
                 *rows, column = _strides(shape, bits.itemsize)
                 strides = (*rows, apart, column)
                 copy_elements(np.ndarray(target.shape, bits, data, 0, strides), target)
-            elif (direct := self.direct(row)) is not None:
-                crc = _copied(data, direct, 0, verify=self.verify)
+            elif (own := self.lands_in(row)) is not None:
+                crc = _copied(data, own, 0, verify=self.verify)
                 if self.verify:
                     self._compare(row, crc)
             else:

@@ -161,7 +161,7 @@ class Mirror:
             found += [(number, side) for side in sides]
         return found
 
-    def upload(self, ranks: Ranks, up_to: int | None = None) -> None:
+    def copy_pending(self, ranks: Ranks, up_to: int | None = None) -> None:
         """Copy the local steps that the other place lacks and retention keeps, oldest first; then
         delete what it does not keep, in both places, up to the step that was saved just now.
         """

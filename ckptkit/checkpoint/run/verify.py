@@ -391,7 +391,7 @@ def _choose(folder: StepFolder, save_id: str | None) -> Manifest:
         raise UsageError(
             f"no step of ckptkit, but {known.what}: it has no manifest of ours to be made again",
             where=str(folder),
-            hint=READABLE_HINT if known.read else "load it with what wrote it",
+            hint=READABLE_HINT if known.reader else "load it with what wrote it",
         )
     if not found:
         raise NotFoundError(

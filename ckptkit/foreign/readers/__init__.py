@@ -37,8 +37,8 @@ class Format:
     """In words: `a DCP checkpoint`."""
     pattern: str | bytes
     """What a name in the folder matches; as bytes, what the file begins with."""
-    read: str = ""
-    """Its reader; empty for what nobody reads yet."""
+    reader: str = ""
+    """Who reads it; empty for what nobody reads yet."""
     and_: str = ""
     """What another name matches, which has to be in the folder too."""
 
@@ -55,8 +55,8 @@ class Format:
         )
 
 
-# Who reads them: functions, by where they are from here. Each module is imported when there is
-# something to read, for nearly all commands need none of them.
+# Who reads them: functions, by where they are from here; search for the last word. Each module is
+# imported when there is something to read, for nearly all commands need none of them.
 _DCP = ".dcp.read_dcp"
 _DEEPSPEED = "..deepspeed.tag.read_deepspeed"
 _MEGATRON = ".megatron.read_megatron"
@@ -143,18 +143,18 @@ def find_foreign(store: Store) -> tuple[Store, str, ForeignManifest] | None:
     """
     names = store.children("")
     known = format_of(store, names)
-    if known and known.read:
+    if known and known.reader:
         if isinstance(known.pattern, str):
-            return store, "", _manifest(known.read, _folder(store, names))
+            return store, "", _manifest(known.reader, _folder(store, names))
         name = store.location.name
         store = open_store(replace(store.address, location=store.location.parent))
         # One file is itself, whatever lies beside it; an index says which files it means. What is
         # below folders beside it, the rest of a home perhaps, is not looked at.
         files = {it.key: it for it in store.list("", deep=False)}
-        return store, name, _manifest(known.read, Folder(store, files, name))
+        return store, name, _manifest(known.reader, Folder(store, files, name))
     for _, below, known in numbered(store, names):
-        if known.read:
-            return below, "", _manifest(known.read, _folder(below, below.children("")))
+        if known.reader:
+            return below, "", _manifest(known.reader, _folder(below, below.children("")))
     return None
 
 
@@ -167,7 +167,7 @@ def numbered(store: Store, names: Iterable[str]) -> Iterator[tuple[int, Store, F
     for number, name in sorted(found.items(), reverse=True):
         below = open_store(replace(store.address, location=store.location / name))
         known = format_of(below)
-        is_step = known is not None and (not _ONLY_NUMBER.fullmatch(name) or known.read == _ORBAX)
+        is_step = known is not None and (not _ONLY_NUMBER.fullmatch(name) or known.reader == _ORBAX)
         if known and is_step and isinstance(known.pattern, str):
             yield number, below, known
 

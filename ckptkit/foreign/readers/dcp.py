@@ -20,7 +20,7 @@ from ckptkit.foreign.folder import DCP_METADATA, Folder, Place
 from ckptkit.foreign.pickles import read_pickle
 from ckptkit.foreign.pickles.globals import Placeholder
 from ckptkit.foreign.spread import by_boxes
-from ckptkit.foreign.states import Path, StateTensor, counted, put, reason, states_of
+from ckptkit.foreign.states import Path, StateTensor, put, reason, states_of, step_counted
 from ckptkit.foreign.torch_file import (
     Storage,
     changed,
@@ -86,7 +86,9 @@ def read_dcp(folder: Folder) -> ForeignStep:
     ranks = {int(m[1]) for file in has.files if (m := _FILE_OF_RANK.fullmatch(file))}
     strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
     used = (*has.files, *beside)
-    return found.step("dcp", folder, used, arrays=arrays, strategy=strategy, step=counted(tree))
+    return found.step(
+        "dcp", folder, used, arrays=arrays, strategy=strategy, step=step_counted(tree)
+    )
 
 
 def with_optimizer(folder: Folder, model: ForeignStep) -> ForeignStep:
@@ -116,7 +118,7 @@ def with_optimizer(folder: Folder, model: ForeignStep) -> ForeignStep:
         objects=[*model.objects, *found.objects],
         theirs={**found.theirs, **model.theirs},
         details=details | found.details,
-        step=model.step or counted(tree),
+        step=model.step or step_counted(tree),
     )
 
 

@@ -20,7 +20,7 @@ from ckptkit.foreign.pickles.globals import Global, Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
 from ckptkit.foreign.readers.megatron_buckets import BUCKETS, differing, placed_in
 from ckptkit.foreign.spread import placed_by_writers
-from ckptkit.foreign.states import StateTensor, counted, reason, states_of
+from ckptkit.foreign.states import StateTensor, reason, states_of, step_counted
 from ckptkit.foreign.torch_file import changed, read_file
 from ckptkit.model import MAX_WORLD_SIZE, Axis, Box, Mesh, Shard, Stage, Strategy
 
@@ -92,7 +92,7 @@ def read_megatron(folder: Folder) -> ForeignStep:
         strategy=strategy,
         details=noted,
         sizes=sizes,
-        step=counted(common),
+        step=step_counted(common),
     )
 
 

@@ -20,7 +20,7 @@ from ckptkit.foreign.extents import ForeignStep
 from ckptkit.foreign.folder import Folder, Place, parsed
 from ckptkit.foreign.readers.tensorstore import MANIFEST, Arrays, read_database
 from ckptkit.foreign.spread import MeshPart, strategy_of
-from ckptkit.foreign.states import States, StateTensor, counted
+from ckptkit.foreign.states import States, StateTensor, step_counted
 from ckptkit.format.names import join
 from ckptkit.model import Placement, Replicate, Shard, Strategy, document
 
@@ -107,7 +107,7 @@ def read_orbax(folder: Folder) -> ForeignStep:
         strategy=strategy,
         theirs=found.theirs,
         details=found.details | ({"random_keys": keys_of} if keys_of else {}),
-        step=counted(tree) or (int(number[1]) if number else 0),
+        step=step_counted(tree) or (int(number[1]) if number else 0),
         time=nanoseconds / 1e9,
         encoded=tuple(arrays.encoded.values()),
     )

@@ -28,7 +28,7 @@ _LENGTH_BYTES = 8
 MOST_HEADER = 100_000_000  # as the format has it
 # Read at once: most headers fit, and need no second request.
 _FIRST_BYTES = 1 << 18
-DTYPES = {
+SPELLED = {
     "BOOL": "bool",
     **{
         f"{sign}{bits}": f"{sign_name}int{bits}"
@@ -226,14 +226,14 @@ def _array(
         at = f"{folder.where(key)}: {name}"
         shape = document.integers(entry["shape"], f"{at}: shape")
         spelled = document.text(entry["dtype"], f"{at}: dtype")
-        if spelled not in DTYPES:
+        if spelled not in SPELLED:
             raise UnsupportedTypeError(
                 "no such element type here",
                 where=at,
                 value=spelled,
-                hint=f"supported are {', '.join(DTYPES)}",
+                hint=f"supported are {', '.join(SPELLED)}",
             )
-        dtype = DType.of(DTYPES[spelled])
+        dtype = DType.of(SPELLED[spelled])
         begin, end = entry["data_offsets"]
         if Box.whole(shape).size * dtype.itemsize != end - begin:
             raise FormatError(

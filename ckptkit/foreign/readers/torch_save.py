@@ -22,9 +22,9 @@ from ckptkit.foreign.states import (
     Path,
     States,
     StateTensor,
-    counted,
     reason,
     states_of,
+    step_counted,
 )
 from ckptkit.foreign.torch_file import read_file
 from ckptkit.format.encoding import unseal
@@ -194,7 +194,7 @@ def _one(
         tree |= value
     found = states_of(tree, str(folder.store.location))
     found.left_out |= beside or {}
-    return _step(folder, files, found, counted(tree))
+    return _step(folder, files, found, step_counted(tree))
 
 
 def _step(
@@ -271,7 +271,7 @@ def _of_ranks(
     strategy, arrays = strategy_of(by_name, found.arrays, world)
     details = {"of_rank_0": sorted(merged.differing)} if merged.differing else {}
     more = {"arrays": arrays, "strategy": strategy, "details": details}
-    return _step(folder, ranks, found, counted(tree), **more)
+    return _step(folder, ranks, found, step_counted(tree), **more)
 
 
 def _incomplete(folder: Folder, world: int, kinds: Mapping[str, Mapping[int, str]]) -> None:

@@ -23,7 +23,7 @@ from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
 from ckptkit.foreign.folder import Folder, Place, parsed, read_places, read_yaml
 from ckptkit.foreign.readers.safetensors import whole_of
 from ckptkit.foreign.spread import MeshPart, by_ranks, strategy_of
-from ckptkit.foreign.states import StateTensor, counted, reason, states_of
+from ckptkit.foreign.states import StateTensor, reason, states_of, step_counted
 from ckptkit.foreign.torch_file import dtype_of, is_whole, read_file
 from ckptkit.format.names import join
 from ckptkit.model import Box, DType, Placement, Replicate, Shard, Strategy, document
@@ -72,7 +72,7 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
         arrays=arrays,
         strategy=strategy,
         details={key: value for key, value in told.items() if value},
-        step=counted(tree),
+        step=step_counted(tree),
     )
 
 

@@ -36,7 +36,7 @@ _KNOWN = (nn.Linear, nn.Embedding)
 _OUTPUT = "the output"
 
 
-def styles_of(model: nn.Module, ranks: int, options: StrategyOptions) -> dict[str, ParallelStyle]:
+def styles_of(model: nn.Module, size: int, options: StrategyOptions) -> dict[str, ParallelStyle]:
     """The style of each module that the rules cut over so many ranks."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     # A Hugging Face model knows sizes of itself.
@@ -47,7 +47,7 @@ def styles_of(model: nn.Module, ranks: int, options: StrategyOptions) -> dict[st
     dims: dict[str, int] = {}
     for path, module in model.named_modules():
         own = module.named_parameters(path, recurse=False)
-        cuts = {name: _cut_dim(rules, name, tuple(p.shape), ranks) for name, p in own}
+        cuts = {name: _cut_dim(rules, name, tuple(p.shape), size) for name, p in own}
         if any(dim is not None for dim in cuts.values()):
             dims[path] = _dim_of(path, module, cuts)
     if not dims:
@@ -70,8 +70,8 @@ def styles_of(model: nn.Module, ranks: int, options: StrategyOptions) -> dict[st
     for path in sorted(feeding | fed):
         # Between the two nobody knows how long the other ranks' slices are.
         length = model.get_parameter(f"{path}.weight").shape[dims[path]]
-        if length % ranks:
-            raise _uneven(path, f"{length} columns", length, ranks)
+        if length % size:
+            raise _uneven(path, f"{length} columns", length, size)
     styles: dict[str, ParallelStyle] = {}
     for path, dim in dims.items():
         # Dim 0 of a linear layer is its outputs; of an embedding its words, which come in.
@@ -84,7 +84,7 @@ def styles_of(model: nn.Module, ranks: int, options: StrategyOptions) -> dict[st
     return styles
 
 
-def _cut_dim(rules: Rules, name: str, shape: tuple[int, ...], ranks: int) -> int | None:
+def _cut_dim(rules: Rules, name: str, shape: tuple[int, ...], size: int) -> int | None:
     """The dim along which rules cut a parameter, if they do, in a way that torch's engine can."""
     rule = rules.find(name, shape)
     if rule is None and rules.default == "error":
@@ -111,14 +111,14 @@ def _cut_dim(rules: Rules, name: str, shape: tuple[int, ...], ranks: int) -> int
             hint="split it into modules of one block each, or use fsdp",
         )
     units, over = divmod(shape[placement.dim], placement.unit)
-    if placement.unit > 1 and (over or units % ranks):
-        raise _uneven(name, f"{units} heads", units, ranks)
+    if placement.unit > 1 and (over or units % size):
+        raise _uneven(name, f"{units} heads", units, size)
     return placement.dim
 
 
-def _uneven(name: str, what: str, count: int, ranks: int) -> LayoutError:
+def _uneven(name: str, what: str, count: int, size: int) -> LayoutError:
     return LayoutError(
-        f"{what} cannot be cut evenly over {ranks} ranks",
+        f"{what} cannot be cut evenly over {size} ranks",
         where=name,
         hint=f"tp has to divide {count}",
     )
