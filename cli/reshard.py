@@ -219,6 +219,8 @@ def import_(src: str, run: str, *, to: str | None, **given: Any) -> Reply:
     }
     what = f"{counted(arrays, 'array')}, {ckptkit.size_text(plan.bytes_written)}"
     line = f"{done.location}: {what} of {found.format}, as {plan.to_strategy}"
+    if not done.is_new:
+        line += ", is there already"
     remarks = []
     if left := list(document["left_out"]):
         more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
@@ -31,7 +31,7 @@ from ckptkit.format.encoding import (
     check_head,
     check_sum,
 )
-from ckptkit.format.manifest import MANIFEST_KIND, Manifest, SaveInfo
+from ckptkit.format.manifest import MANIFEST_KIND, Manifest, SaveInfo, is_pack
 from ckptkit.storage import (
     NO_OPTIONS,
     Address,
@@ -56,6 +56,8 @@ _MEANT = re.compile(r"(?:step[-_]?)?([0-9]{1,19})", re.ASCII)  # how people writ
 _AT_ONCE = 64 << 20
 _BAND = 4 << 20
 _HEAD_BYTES = 4096
+# Of a folder `data`, which may be anybody's, no more are looked into.
+_SOME_SAVES = 16
 
 
 def store_at(place: Place, options: Options | None = None) -> Store:
@@ -257,12 +259,28 @@ def stored_manifest(store: Store, step: int | None = None) -> tuple[StepFolder, 
     if step_number(store.location.name) is not None and (data := manifest_bytes(here)):
         return here, data
     names = store.children("")
-    if MANIFEST in names or DATA in names:
+    if holds_step(here, names):
         return here, _stored(here)
     for _, name in sorted(_numbered(names).items(), reverse=True):
         if data := manifest_bytes(folder := StepFolder(store, name)):
             return folder, data
     raise _not_committed(here, names)
+
+
+def holds_step(folder: StepFolder, names: Collection[str]) -> bool:
+    """Whether a folder with these names is that of a step, or of one that was begun. Others have a
+    folder `data`, too: ours has folders of saves in it, with packs, or nothing yet.
+    """
+    if MANIFEST in names or DATA not in names:
+        return MANIFEST in names
+    store, saves = folder.store, folder.store.children(folder.data())
+    for save_id in saves[:_SOME_SAVES]:
+        inside = store.children(folder.data(save_id))
+        if any(map(is_pack, inside)) or (
+            not inside and stored_size(store, folder.data(save_id)) is None
+        ):
+            return True
+    return not saves
 
 
 def step_folders(store: Store) -> dict[int, str]:
@@ -324,12 +342,7 @@ def _not_committed(
     folder: StepFolder, names: Sequence[str], *, is_empty: bool = False
 ) -> NotFoundError:
     store, where = folder.store, str(folder)
-    is_begun = False
-    if DATA in names:
-        # Others may have a folder `data` beside their files; a step of ours has no such files.
-        known = format_of(store, names)
-        is_begun = known is None or not known.reader
-    if is_begun or is_empty:
+    if is_empty or holds_step(folder, names):
         objects = len(store.list(folder.data()))
         manifest = "an empty manifest" if is_empty else "no manifest"
         return NotCommittedError(

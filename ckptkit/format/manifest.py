@@ -257,6 +257,11 @@ def pack_name(rank: int) -> str:
     return f"rank-{rank:05d}.zip"
 
 
+def is_pack(name: str) -> bool:
+    """Whether a file in the folder of a save is called as our packs are."""
+    return name == GROUPS_PACK or re.fullmatch(r"rank-[0-9]{5,}\.zip", name) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class PackInfo:
     """One pack of a step; `record` is (offset, length) of its record."""

@@ -80,6 +80,20 @@ def test_a_grace_that_means_nothing_deletes_nothing(run: Path) -> None:
     assert len(document("ls", run)["steps"]) == 3
 
 
+def test_what_others_have_in_folders_called_as_steps_stays(run: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain" / "step-0000000020"
+    assert ckpt("unpack", run / "step-0000000020", plain).exit_code == 0
+    theirs = tmp_path / "plain" / "step-0000002000"
+    (theirs / "data" / "shard0").mkdir(parents=True)
+    (theirs / "data" / "shard0" / "x.bin").write_bytes(b"x")
+    (plain / "data" / "positions").mkdir(parents=True)
+    (plain / "data" / "positions" / "zarr.json").write_text("{}")
+    there = sorted((tmp_path / "plain").rglob("*"))
+    pruned = ckpt("prune", tmp_path / "plain", "--grace", "0")
+    assert (pruned.exit_code, "never committed" in pruned.stdout) == (0, False)
+    assert sorted((tmp_path / "plain").rglob("*")) == there
+
+
 def test_an_unfinished_file_of_the_run_itself_is_deleted(run: Path) -> None:
     (run / ".tmp-0123456789abcdef").write_bytes(b"half")
     assert document("prune", run)["young"] == 2

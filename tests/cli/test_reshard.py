@@ -53,6 +53,49 @@ def test_a_run_that_only_had_to_commit_does_not_say_that_all_was_there(
     assert ckpt("diff", run, new).exit_code == 0
 
 
+def test_a_result_that_was_damaged_is_not_taken_for_whole(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    assert ckpt("reshard", "--to", "fsdp:3", run, new).exit_code == 0
+    (pack,) = (new / "step-0000000020" / "data").glob("*/rank-00001.zip")
+    good = pack.read_bytes()
+    for damaged in (None, good[:-5], good[:200] + bytes([good[200] ^ 1]) + good[201:]):
+        pack.unlink() if damaged is None else pack.write_bytes(damaged)
+        if damaged is None or len(damaged) < len(good):
+            again = ckpt("reshard", "--to", "fsdp:3", run, new)
+            assert (again.exit_code, "missing or cut off" in again.stderr) == (3, True)
+        again = ckpt("reshard", "--to", "fsdp:3", "--overwrite", run, new)
+        assert (again.exit_code, "is there already" in again.stdout) == (0, False)
+        assert pack.read_bytes() == good
+        assert ckpt("verify", new).exit_code == 0
+
+
+def test_a_manifest_that_cannot_be_read_is_in_the_way_before_anything_is_written(
+    run: Path, tmp_path: Path
+) -> None:
+    new = tmp_path / "new"
+    assert ckpt("reshard", "--to", "fsdp:3", run, new).exit_code == 0
+    manifest = new / "step-0000000020" / "manifest.msgpack"
+    for data in (b"", b"\xff" + manifest.read_bytes()[1:]):
+        manifest.write_bytes(data)
+        there = sorted(new.rglob("*"))
+        for more in ((), ("--dry-run",)):
+            refused = ckpt("reshard", "--to", "fsdp:2", run, new, *more)
+            assert (refused.exit_code, "overwrite" in refused.stderr) == (2, True)
+        assert sorted(new.rglob("*")) == there
+    assert ckpt("reshard", "--to", "fsdp:2", run, new, "--overwrite").exit_code == 0
+    assert ckpt("verify", new).exit_code == 0
+
+
+def test_a_folder_of_data_beside_the_steps_is_no_step(run: Path, tmp_path: Path) -> None:
+    (run / "data").mkdir()
+    (run / "data" / "words.txt").write_text("a b c")
+    (tmp_path / "new" / "data" / "shards").mkdir(parents=True)
+    (tmp_path / "new" / "data" / "shards" / "0.bin").write_bytes(b"x")
+    assert ckpt("show", run).exit_code == 0
+    assert ckpt("reshard", "--to", "fsdp:2", run, tmp_path / "new").exit_code == 0
+    assert ckpt("show", tmp_path / "new").exit_code == 0
+
+
 def test_the_document_says_what_was_done(run: Path, rules: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     plan = document("reshard", run, new, "--to", "tp:2", "--rules", rules, "--dry-run")

@@ -65,7 +65,7 @@ def test_a_folder_of_data_beside_the_files_is_no_step_of_ours(model: Path) -> No
     (model / "data" / "words.txt").write_text("a b c")
     assert document("show", model)["format"] == "safetensors"
     (model / "model.safetensors").unlink()
-    assert "not a committed checkpoint" in ckpt("show", model).stderr
+    assert "no checkpoint: 1 other files" in ckpt("show", model).stderr
 
 
 def test_show_names_the_format_and_claims_no_strategy(model: Path) -> None:

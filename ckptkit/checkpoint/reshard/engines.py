@@ -314,9 +314,11 @@ def finished_packs(
     folder: StepFolder,
     ranks: Sequence[int],
     progress: Progress | None = None,
+    *,
+    again: bool = False,
 ) -> set[int]:
     """The ranks of these whose packs are there, whole and of these bytes; what is left of others is
-    removed.
+    removed, with `again` also where the very step is committed.
     """
     store, save_id = folder.store, target.save.save_id
     data = folder.data(save_id)
@@ -333,7 +335,7 @@ def finished_packs(
                 _wait_until_quiet(store, key)
             # Another run may have finished it meanwhile, or even have made the step.
             if not (may_be_open and _is_finished(target, folder, rank, progress)):
-                if committed_save_id(folder) == save_id:
+                if committed_save_id(folder) == save_id and not again:
                     raise at_work(described(store, key))
                 store.delete([key])
                 continue

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.places import (
     DATA,
-    MANIFEST,
     Place,
     StepFolder,
     check_room,
+    holds_step,
+    read_manifest,
     step_name,
     step_number,
     stores_at,
@@ -39,10 +40,16 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
+from ckptkit.checkpoint.run.run import is_whole
 from ckptkit.checkpoint.run.verify import digest_of
 from ckptkit.checkpoint.workers import Progress, share_out, uncollected
-from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
-from ckptkit.errors import StepExistsError, UsageError
+from ckptkit.checkpoint.write.commit import (
+    commit,
+    committed_save_id,
+    gather,
+    refuse_committed,
+)
+from ckptkit.errors import CorruptionError, StepExistsError, UsageError
 from ckptkit.format.manifest import pack_name
 from ckptkit.model import Box, Strategy
 from ckptkit.model.display import bytes_picture, card, mesh_picture
@@ -268,7 +275,9 @@ class ReshardPlan(ReshardCost):
             done = Resharded(self.destination, self.step, save_id, count, tuple(range(count)))
             if _is_there(target, source, folder):
                 return replace(done, is_new=False)
-            finished = finished_packs(target, folder, self.ranks, progress=progress)
+            finished = finished_packs(
+                target, folder, self.ranks, progress=progress, again=options.overwrite
+            )
             done = replace(done, finished=tuple(sorted(finished)), committed=not options.is_slice)
             missing = [rank for rank in self.ranks if rank not in finished]
             check_room(store, sum(self.bytes_by_rank[rank] for rank in missing), store.location)
@@ -311,15 +320,23 @@ def _is_there(
     A digest that is still to be found will be part of the step's id: until then any step that was
     resharded may be the very one.
     """
-    store = folder.store
-    if step_number(store.location.name) is not None or {DATA, MANIFEST} & set(store.children("")):
+    store, overwrite = folder.store, target.options.overwrite
+    is_step = holds_step(StepFolder(store), store.children(""))
+    if step_number(store.location.name) is not None or is_step:
         raise UsageError(
             "the destination is a step, not a run",
             where=str(store.location),
             hint="pass the folder of a run: the step gets its own folder in it",
         )
     there = committed_save_id(folder)
-    if there == target.save.save_id:
+    if there == target.save.save_id and not overwrite:
+        if not is_whole(folder, read_manifest(folder)):
+            raise CorruptionError(
+                "the step is there already, made of the same step in the same way, and packs of it "
+                "are missing or cut off",
+                where=str(folder),
+                hint="overwrite it (--overwrite): what is whole stays",
+            )
         return True
     if folder.name in store.links():
         raise link_in_the_way(str(folder))
@@ -333,7 +350,9 @@ def _is_there(
             hint="name another run: the step gets the same number there",
         )
     may_be_it = digest_to_come and there is not None and there.startswith(SAVE_ID_PREFIX)
-    if there is not None and not may_be_it and not target.options.overwrite:
+    if there is None and not overwrite:
+        refuse_committed(folder)  # by a manifest that is empty, or cannot be read
+    if there is not None and not may_be_it and not overwrite:
         raise StepExistsError(
             "the step is committed already",
             where=str(folder),

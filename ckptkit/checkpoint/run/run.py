@@ -28,7 +28,7 @@ from ckptkit.checkpoint.places import (
 from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers import numbered
-from ckptkit.format.manifest import Manifest
+from ckptkit.format.manifest import Manifest, is_pack
 from ckptkit.model.display import Inline, card, table
 from ckptkit.model.document import counted, size_text, time_text
 from ckptkit.storage import Options, Store, Stored
@@ -327,7 +327,7 @@ def plan_prune(
     readable = {step: manifest for step, manifest in manifests.items() if manifest is not None}
     older = sorted(step for step in readable if up_to is None or step <= up_to)
     if not retention.is_all:
-        while older and not _is_whole(StepFolder(store, folders[older[-1]]), readable[older[-1]]):
+        while older and not is_whole(StepFolder(store, folders[older[-1]]), readable[older[-1]]):
             older.pop()
     kept = retention.kept(older).union(readable.keys() - older, retention.keep)
     # Without a grace all is old, whatever the clock says that things were stamped with.
@@ -417,7 +417,7 @@ def clock_of(store: Store) -> float:
         store.delete(gone)
 
 
-def _is_whole(folder: StepFolder, manifest: Manifest) -> bool:
+def is_whole(folder: StepFolder, manifest: Manifest) -> bool:
     """Whether all packs are there and none was cut off, without a look into them."""
     data = folder.data(manifest.save.save_id)
     found = {entry.key: entry.size for entry in folder.store.list(data)}
@@ -438,7 +438,7 @@ def _begun(folder: StepFolder, step: int, before: float) -> list[Removal]:
     if claim and _old(entries, before):
         found.insert(0, Removal("orphan", step, folder.name, "", 0, (manifest,)))
     has_folders = store.abilities.has_folders
-    if has_folders and not claim and not store.children(folder.data()):
+    if has_folders and not entries and not store.children(folder.data()):
         # Deleting a key in folders that are empty removes them.
         found.append(Removal("orphan", step, folder.name, "", 0, (folder.data(_NOTHING),)))
     return found
@@ -453,7 +453,9 @@ def _orphans(folder: StepFolder, step: int, named: str | None, before: float) ->
     for save_id in store.children(data):
         if save_id != named and save_id not in links:
             entries = store.list(folder.data(save_id))
-            if _old(entries, before):
+            # Others may have a folder `data` in one that is called as a step is: that is theirs.
+            is_ours = all(is_pack(entry.key.rpartition("/")[2]) for entry in entries)
+            if is_ours and _old(entries, before):
                 keys = tuple(entry.key for entry in entries)
                 keys = keys or (f"{folder.data(save_id)}/{_NOTHING}",)
                 nbytes = _total(entries)
