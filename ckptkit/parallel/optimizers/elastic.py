@@ -203,7 +203,7 @@ class ElasticTraining:
 
         with self._meeting() as ranks:
             replica = int(ranks.share(newer_replica))
-        restored = self._restored(replica)
+        restored, in_memory = self._restored(replica)
         before = 1.0
         if restored is None:
             # Replicas belong to a run that has this step: what another left is not taken for it.
@@ -211,7 +211,9 @@ class ElasticTraining:
                 self._job = ranks.share(lambda: secrets.token_hex(8))
         else:
             document = restored.extra[_DOCUMENT]
-            self.step = self._saved = restored.step
+            self.step = restored.step
+            # A step of memory alone is lost with it: `close` has to save it first.
+            self._saved = -1 if in_memory else restored.step
             self._job, self._reference = document["job"], document["reference"]
             self._sampler.load_state_dict(document["sampler"])
             if document["ranks"] == self._world.size:
@@ -234,8 +236,10 @@ class ElasticTraining:
                     free_memory(self._replicas.run, replica)
                 ranks.wait()
 
-    def _restored(self, replica: int) -> Restored | None:
-        """What a step gave back: that in memory, or where it is of no use the newest checkpoint."""
+    def _restored(self, replica: int) -> tuple[Restored | None, bool]:
+        """What a step gave back: that in memory, or where it is of no use the newest checkpoint;
+        and whether it was that in memory.
+        """
         restored: Restored | None = None
         if replica >= 0 and self._replicas is not None:
             try:
@@ -243,6 +247,7 @@ class ElasticTraining:
                 log.info("going on from step %d, which was in memory", replica)
             except CkptkitError as error:
                 log.warning("step %d in memory is of no use: %s", replica, error)
+        in_memory = restored is not None
         if restored is None:
             restored = self._checkpointer.restore(**self._parts, fallback=True)  # type: ignore[arg-type]
         if restored is not None and _DOCUMENT not in restored.extra:
@@ -251,7 +256,7 @@ class ElasticTraining:
                 where=self._checkpointer.location,
                 hint="begin another run, and load this step into the model first",
             )
-        return restored
+        return restored, in_memory
 
     def _save(self, checkpointer: Checkpointer) -> None:
         document = {

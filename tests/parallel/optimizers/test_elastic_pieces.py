@@ -218,6 +218,16 @@ def test_the_end_is_saved_and_memory_is_free_then(tmp_path: Path) -> None:
     assert not (tmp_path / "memory").exists()
 
 
+def test_a_step_of_memory_is_saved_at_the_end_before_memory_is_freed(tmp_path: Path) -> None:
+    job = alone(tmp_path)
+    job.train(8)
+    job.settle()
+    with alone(tmp_path).training as training:
+        assert training.step == 8
+    assert Run(tmp_path / "run").latest() == 8
+    assert not (tmp_path / "memory").exists()
+
+
 def test_a_step_of_another_training_is_refused(tmp_path: Path) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
