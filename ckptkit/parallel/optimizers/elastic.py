@@ -233,7 +233,8 @@ class ElasticTraining:
         if self._replicas is not None:
             with self._meeting() as ranks:
                 if self._world.rank == 0:
-                    free_memory(self._replicas.run, replica)
+                    # One that was of no use would be tried again by each later job.
+                    free_memory(self._replicas.run, replica if in_memory else -1)
                 ranks.wait()
 
     def _restored(self, replica: int) -> tuple[Restored | None, bool]:
