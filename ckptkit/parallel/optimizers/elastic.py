@@ -284,14 +284,18 @@ def replicas_in(
     path = Path(folder)
     token = path / f".seen-{os.getpid()}"
     with meeting(world, "replicas", timeout, "nothing was replicated") as ranks:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Where all users may write, somebody else may have made it, or a link to what is ours.
-        is_own = path.lstat().st_uid == path.stat().st_uid == os.getuid()
-        if world.rank == 0 and is_own:
-            token.touch()
-        is_seen = (path / ranks.share(lambda: token.name)).exists()
-        all_see = ranks.agree(is_own and is_seen, all)
-    if world.rank == 0:
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Where all users may write, somebody else may have made it, or a link to what is ours.
+            is_own = path.lstat().st_uid == path.stat().st_uid == os.getuid()
+            if world.rank == 0 and is_own:
+                token.touch()
+        except OSError as error:  # without replicas the training goes on as well
+            log.warning("nothing is kept in %s: %s", folder, error)
+            is_own = False
+        seen = path / ranks.share(lambda: token.name)
+        all_see = ranks.agree(is_own and seen.exists(), all)
+    if world.rank == 0 and is_own:
         token.unlink(missing_ok=True)
     if not all_see:
         if world.rank == 0:

@@ -260,7 +260,12 @@ def unseen(folder: str) -> tuple[bool, int]:
     return job.training._replicas is None, job.training.step
 
 
-def test_memory_that_not_all_ranks_see_is_not_used(gloo: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank_without", [None, 0, 1])
+def test_memory_that_not_all_ranks_see_is_not_used(
+    gloo: Pool, tmp_path: Path, rank_without: int | None
+) -> None:
+    if rank_without is not None:
+        (tmp_path / str(rank_without)).touch()  # no folder can be made there
     assert gloo.run(2, unseen, str(tmp_path)) == [(True, 3), (True, 3)]
 
 
