@@ -25,7 +25,7 @@ from ckptkit.checkpoint.ranks import in_one_line
 from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.live.state.entries import parameter_names
 from ckptkit.live.state.ranks import World, current_world, meeting
-from ckptkit.live.state.sockets import Listener, connect, hear, own_address, tell
+from ckptkit.live.state.sockets import Listener, connect, hear, message, own_address, tell
 from ckptkit.live.wrappers import Model
 from ckptkit.plan.chunks import owners_of
 
@@ -419,52 +419,63 @@ class OverSocket:
     def __init__(
         self, server: int, address: tuple[str, int, bytes], worker: int, nbytes: int, timeout: float
     ) -> None:
-        self._server, self._timeout = server, timeout
+        self._where, self._timeout = f"server {server}", timeout
         self._largest = _STATES * nbytes + _SLACK
+        self._asked = ""  # what is not answered yet
+        self.close: Callable[[], None] = lambda: None
         with self._talking():
             self._pipe = connect(*address, timeout)
+            self.close = self._pipe.close
             # An answer may wait for other workers as long as they may take, and then says so.
             self._pipe.settimeout(2 * timeout)
             tell(self._pipe, worker)
-        self.close = self._pipe.close
         self.pull, self.state, self.steps, self.set_options = (
-            partial(self._asked, what) for what in ("pull", "state", "steps", "set_options")
+            partial(self._ask, what) for what in ("pull", "state", "steps", "set_options")
         )
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        with self._talking():
-            tell(self._pipe, ["push", [None if g is None else g.detach() for g in gradients]])
+        self._begin("push", [None if g is None else g.detach() for g in gradients])
 
     def end_push(self) -> Any:
         with self._talking():
             what, answer = hear(self._pipe, self._largest)
+            if what not in ("", self._asked):
+                raise PeerError("answers another question", where=self._where, value=what)
+            self._asked = ""
         if not what:
-            raise PeerError(answer, where=f"server {self._server}")
+            raise PeerError(answer, where=self._where)
         return answer
 
     def leave(self) -> None:
         with suppress(PeerError):  # whether anybody hears it matters to nobody
-            self._asked("leave")
+            self._ask("leave")
 
-    def _asked(self, what: str, *given: Any) -> Any:
-        with self._talking():
-            tell(self._pipe, [what, *given])
+    def _ask(self, what: str, *given: Any) -> Any:
+        self._begin(what, *given)
         return self.end_push()
+
+    def _begin(self, what: str, *given: Any) -> None:
+        parts = message([what, *given])  # what cannot be said has not been asked
+        with self._talking():
+            if self._asked:  # an error or Ctrl-C came before its answer was heard
+                raise PeerError("an earlier answer was not waited for", where=self._where)
+            self._asked = what
+            for part in parts:
+                self._pipe.sendall(part)
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
         """Say of a lost connection what that means."""
         try:
             yield
-        except CkptkitError:
-            raise
-        except (OSError, EOFError) as error:
-            late = isinstance(error, TimeoutError)
-            raise PeerError(
-                f"does not answer within {self._timeout:g} s" if late else "is gone",
-                where=f"server {self._server}",
-                hint="it held parameters that nobody else has: go on from the last checkpoint",
-            ) from error
+        except BaseException as error:
+            self.close()  # an answer that comes later would be taken for that to the next question
+            if isinstance(error, CkptkitError) or not isinstance(error, (OSError, EOFError)):
+                raise
+            late = f"does not answer within {self._timeout:g} s"
+            what = late if isinstance(error, TimeoutError) else "is gone"
+            hint = "it held parameters that nobody else has: go on from the last checkpoint"
+            raise PeerError(what, where=self._where, hint=hint) from error
 
 
 def answer_worker(shard: ParameterShard, clocks: Clocks, pipe: socket.socket) -> None:

@@ -23,6 +23,7 @@ from ckptkit.live.state.sockets import Listener
 from ckptkit.parallel import AsynchronousSGD
 from ckptkit.parallel.optimizers.asynchronous import (
     Clocks,
+    OverSocket,
     ParameterShard,
     answer_worker,
 )
@@ -295,6 +296,33 @@ def test_a_gradient_of_another_shape_is_refused_and_changes_nothing(server: Serv
         what, said = sockets.hear(pipe, 0)
         assert (what, "shape" in said or "size" in said) == ("", True)
     assert torch.equal(server.shard.pull()[0], torch.zeros(3, dtype=torch.bfloat16))
+
+
+def test_an_answer_that_was_not_waited_for_is_never_taken_for_another(server: Server) -> None:
+    address = "127.0.0.1", server.port, b"t" * 16
+    left = OverSocket(0, address, 0, 6, 5)
+    left.begin_push([None])
+    with pytest.raises(PeerError, match="an earlier answer was not waited for"):
+        left.steps()
+    late = OverSocket(0, address, 0, 6, 0.05)
+    with server.shard._lock, pytest.raises(PeerError, match=r"does not answer within 0\.05 s"):
+        late.pull()
+    with pytest.raises(PeerError, match="an earlier answer was not waited for"):
+        late.steps()
+    assert left._pipe.fileno() == late._pipe.fileno() == -1
+
+
+def test_an_answer_to_another_question_is_refused() -> None:
+    def answer(pipe: socket.socket) -> None:
+        sockets.hear(pipe, 0)
+        sockets.hear(pipe, 0)
+        sockets.tell(pipe, ["pull", []])
+
+    listener = Listener("127.0.0.1", b"t" * 16, answer)
+    access = OverSocket(0, ("127.0.0.1", listener.port, b"t" * 16), 0, 6, 5)
+    with pytest.raises(PeerError, match=r"another question.*'pull'"):
+        access.steps()
+    listener.close()
 
 
 @pytest.mark.parametrize(
