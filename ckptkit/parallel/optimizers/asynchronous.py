@@ -151,14 +151,12 @@ class AsynchronousSGD:
         options, kept = state.get("options", {}), state.get("state", {})
         if self._shard is not None:
             self._shard.load(self._parameters, options, kept)
-        if not state:  # of a training that had not begun
-            return
-        steps = {int(worker): count for worker, count in state["steps"].items()}
+        steps = {int(worker): count for worker, count in state.get("steps", {}).items()}
         if set(steps) != set(self._workers):
             # Who did them is of no use to others: all begin alike.
             steps = dict.fromkeys(self._workers, sum(steps.values()) // len(self._workers))
         self._clocks.go_on_from(steps)
-        self._met = {**state, "steps": steps}
+        self._met = {**state, "steps": steps} if state else {}  # it had not begun
 
     def close(self) -> None:
         """Say that this worker has done its last step; a server then still answers the others."""
@@ -289,8 +287,7 @@ class ParameterShard:
             self._group.update(options)
             for name, parameter in self._parameters.items():
                 parameter.copy_(values[name])
-                if state.get(name):
-                    self._optimizer.state[parameter] = _copied(state[name])
+                self._optimizer.state[parameter] = _copied(state.get(name) or {})
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -180,6 +180,18 @@ def test_servers_take_over_what_was_saved_before_any_step(tmp_path: Path) -> Non
         assert torch.equal(flat(second), expected)
 
 
+def test_a_state_of_before_the_first_step_takes_back_what_was_done_since() -> None:
+    model = network()
+    with AsynchronousSGD(model, MOMENTUM) as sgd:
+        before = sgd.state_dict()
+        one_step(model, sgd, 0)
+        sgd.load_state_dict(before)
+        assert sgd.steps == {0: 0}
+        assert sgd.state_dict() == {}
+        sgd.meet()
+        assert not any(sgd.state_dict()["state"].values())
+
+
 def with_a_death(on_loss: str) -> str | int:
     """Worker 1, which serves nothing, dies after 3 steps; what becomes of the others."""
     model, rank = network(), dist.get_rank()
