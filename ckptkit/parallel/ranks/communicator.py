@@ -140,9 +140,10 @@ class Communicator(Closing):
                 f"{op} of numbers",
                 check=lambda forms: check_reduction(op, [f for f in forms if f.dtype == PLAIN]),
             )
+            if op in ("max", "min"):  # Python's own take NaN or leave it, depending on the order
+                best: float = combined(op, numbers).item()
+                return best
             values: list[float] = [each.item() for each in numbers]
-            if op in ("max", "min"):
-                return max(values) if op == "max" else min(values)
             total = sum(values)
             return total / len(values) if op == "mean" else total
         calls, (mine,) = self._agree(
@@ -152,6 +153,11 @@ class Communicator(Closing):
         wide = widened(mine, op, self.device)
         if wide.numel():  # carriers never move nothing
             with self._carrying("all_reduce") as carrier:
+                if op in ("max", "min") and wide.is_floating_point():
+                    # Where one rank has NaN all need it: gloo takes or leaves it by the rank.
+                    nan = wide.isnan().to(torch.uint8)
+                    carrier.all_reduce(nan, "max")
+                    wide[nan.bool()] = torch.nan
                 carrier.all_reduce(wide, carried_op(op, mine.dtype))
         return narrowed(wide, op, self.world_size, mine)
 

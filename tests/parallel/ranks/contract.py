@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -96,6 +97,16 @@ def large_and_negative_numbers_are_reduced_right(comm: Communicator) -> None:
     same(comm.all_reduce(narrow), around)
     below = torch.tensor([-1.0 - comm.rank, torch.inf])
     same(comm.all_reduce(below, "min"), torch.tensor([-1.0 * comm.world_size, torch.inf]))
+
+
+def what_is_no_number_on_one_rank_is_the_max_and_min_of_all(comm: Communicator) -> None:
+    for at in ranks(comm):
+        for op in ("max", "min"):
+            mine = math.nan if comm.rank == at else 1.0
+            assert math.isnan(comm.all_reduce(mine, op))
+            for dtype in (torch.float64, torch.bfloat16):
+                found = comm.all_reduce(torch.tensor([2.0, mine, 3.0], dtype=dtype), op)
+                assert found.isnan().tolist() == [False, True, False]
 
 
 def half_types_are_added_up_without_rounding_in_between(comm: Communicator) -> None:
@@ -332,6 +343,7 @@ CONTRACT = {
         a_sum_is_of_all_ranks_in_every_dtype_and_shape,
         a_mean_max_and_min_are_what_torch_would_give,
         large_and_negative_numbers_are_reduced_right,
+        what_is_no_number_on_one_rank_is_the_max_and_min_of_all,
         half_types_are_added_up_without_rounding_in_between,
         a_tensor_that_is_not_contiguous_or_needs_a_gradient_is_taken_as_it_reads,
         a_broadcast_needs_nothing_of_the_others,
