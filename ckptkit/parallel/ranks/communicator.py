@@ -180,9 +180,11 @@ class Communicator(Closing):
         """What all ranks pass, as in `all_gather`, on rank `dst`; elsewhere None."""
         return self._exchange("gather", [value], dst=dst) or None
 
-    def scatter(self, values: Sequence[object] | None = None, src: int = 0) -> Any:
-        """What rank `src` has for this one; what the others pass is ignored."""
-        given = (values or ()) if self.rank == src else ()
+    def scatter(self, values: Sequence[object] | torch.Tensor | None = None, src: int = 0) -> Any:
+        """What rank `src` has for this one, as the rows of a tensor; what the others pass is
+        ignored.
+        """
+        given = list(values) if self.rank == src and values is not None else ()
         return self._exchange("scatter", given, src=src, is_cut=True)[0]
 
     def all_to_all(self, values: Sequence[object]) -> list[Any]:

@@ -174,6 +174,8 @@ def packed(value: object, where: str) -> tuple[torch.Tensor, TensorForm]:
             raise UnsupportedTypeError(
                 "only dense tensors can be sent", where=where, value=str(value.layout)
             )
+        if value.is_meta:
+            raise UsageError("a tensor on the meta device has no values to send", where=where)
         return value.detach(), TensorForm.of(value)
     try:
         data = encoding.dumps(value, where)

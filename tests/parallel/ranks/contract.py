@@ -155,6 +155,8 @@ def a_scatter_gives_each_rank_its_own_shape(comm: Communicator) -> None:
         parts = [values(rank, (rank, 3), torch.bfloat16) for rank in ranks(comm)]
         found = comm.scatter(parts if comm.rank == src else None, src)
         same(found, parts[comm.rank])
+        rows = torch.arange(comm.world_size * 2).reshape(-1, 2)
+        same(comm.scatter(rows if comm.rank == src else None, src), rows[comm.rank])
 
 
 def all_to_all_moves_any_shapes_and_nothing(comm: Communicator) -> None:
@@ -328,6 +330,7 @@ def what_cannot_be_is_refused_with_a_reason(comm: Communicator) -> None:
         (UnsupportedTypeError, "mean of int", lambda: comm.all_reduce(torch.ones(1).int(), "mean")),
         (UnsupportedTypeError, "no order", lambda: comm.all_reduce(torch.ones(1) * 1j, "max")),
         (UnsupportedTypeError, "dense", lambda: comm.all_reduce(torch.ones(2).to_sparse())),
+        (UsageError, "no values", lambda: comm.all_reduce(torch.ones(1, device="meta"))),
         (UsageError, "no such rank", lambda: comm.subgroup([beyond])),
         (UsageError, "different ranks", lambda: comm.subgroup([0, 0])),
     ]  # fmt: skip
