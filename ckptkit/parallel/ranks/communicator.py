@@ -70,6 +70,7 @@ class Communicator(Closing):
             )
         self._carrier = carrier
         self._ended: CkptkitError | None = None
+        self._closed = False
         self.rank = carrier.rank
         self.world_size = carrier.size
         self.backend = carrier.name
@@ -235,7 +236,10 @@ class Communicator(Closing):
         return None if found is None else Communicator(found)
 
     def close(self) -> None:
-        """Let go of what this communicator has made; calls after this raise."""
+        """Let go of what this communicator has made; calls after this raise, but for this one."""
+        if self._closed:
+            return
+        self._closed = True
         self._ended = UsageError("the communicator is closed", hint="make a new one: init() does")
         self._carrier.close()
 

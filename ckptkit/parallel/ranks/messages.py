@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, TypeAlias, TypeVar
@@ -291,9 +291,12 @@ class TorchCarrier:
             torchs._process_group_name = before
         if self.rank not in ranks:
             return None
-        return TorchCarrier(
-            group, timeout=self.timeout, on_close=lambda: dist.destroy_process_group(group)
-        )
+
+        def close() -> None:
+            with suppress(ValueError):  # it has gone with the default one
+                dist.destroy_process_group(group)
+
+        return TorchCarrier(group, timeout=self.timeout, on_close=close)
 
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)

@@ -45,6 +45,19 @@ def test_without_a_launcher_it_is_a_job_of_one_rank_that_engines_can_use() -> No
     again.barrier()
 
 
+def test_closing_again_leaves_a_newer_job_as_it_is() -> None:
+    old = init()
+    group = old.subgroup([0])
+    old.close()
+    assert group is not None
+    group.close()  # gone with the job's own
+    group.close()
+    new = init()
+    old.close()
+    new.barrier()
+    assert current_communicator() is new
+
+
 @pytest.mark.parametrize(
     ("backend", "problem"),
     [
