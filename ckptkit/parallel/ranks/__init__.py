@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,8 @@ _LAUNCHERS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 _of_thread = threading.local()  # its `communicator`, where ranks are threads
-_of_process: list[Communicator] = []
+# By default process group, which may be destroyed by hand, and another one made.
+_of_process: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 
 
 def current_communicator() -> Communicator:
@@ -68,8 +70,7 @@ def init(backend: str = "auto", *, timeout: float = DEFAULT_TIMEOUT) -> Communic
     """
     there = _known()
     if there is None and dist.is_initialized():
-        there = Communicator(TorchCarrier(timeout=timeout, on_close=_of_process.clear))
-        _of_process[:] = [there]
+        there = _made(timeout, is_own=False)
     if there is not None:
         if backend not in ("auto", there.backend):
             raise UsageError(
@@ -81,9 +82,7 @@ def init(backend: str = "auto", *, timeout: float = DEFAULT_TIMEOUT) -> Communic
         return there
     place = place_from(os.environ)
     _join(_chosen(backend), place, timeout)
-    made = Communicator(TorchCarrier(timeout=timeout, on_close=_leave))
-    _of_process[:] = [made]
-    return made
+    return _made(timeout, is_own=True)
 
 
 def run_in_memory(
@@ -219,13 +218,28 @@ def _mpi_group(otherwise: str = "") -> ModuleType:
 
 
 def _known() -> Communicator | None:
-    return getattr(_of_thread, "communicator", None) or next(iter(_of_process), None)
+    return getattr(_of_thread, "communicator", None) or _joined()
 
 
-def _leave() -> None:
-    _of_process.clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _joined() -> Communicator | None:
+    group = dist.group.WORLD
+    return None if group is None else _of_process.get(group)
+
+
+def _made(timeout: float, *, is_own: bool) -> Communicator:
+    """The communicator of the default process group, which goes with it where it `is_own`."""
+
+    def close() -> None:
+        # By now there may be another group.
+        if _joined() is made:
+            _of_process.clear()
+            if is_own:
+                dist.destroy_process_group()
+
+    made = Communicator(TorchCarrier(timeout=timeout, on_close=close))
+    group: Any = dist.group.WORLD
+    _of_process[group] = made
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,17 @@ def test_closing_again_leaves_a_newer_job_as_it_is() -> None:
     assert current_communicator() is new
 
 
+def test_a_communicator_goes_with_a_group_that_is_destroyed_by_hand() -> None:
+    old = init()
+    dist.destroy_process_group()
+    with pytest.raises(UsageError, match="no communicator yet"):
+        current_communicator()
+    new = init()
+    assert new is not old
+    old.close()
+    new.barrier()
+
+
 @pytest.mark.parametrize(
     ("backend", "problem"),
     [
