@@ -417,7 +417,7 @@ class GlobalSampler:
                     if len(self._orders) > 1:
                         del self._orders[min(self._orders)]
                     generator = torch.Generator().manual_seed(seed_of(self._seed, epoch))
-                    order = torch.randperm(self._size, generator=generator)
+                    order = torch.randperm(self._size, generator=generator, device="cpu")
                     self._orders[epoch] = order.tolist()
                 at = self._orders[epoch][at]
             samples.append(at)

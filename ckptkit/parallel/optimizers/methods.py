@@ -318,7 +318,8 @@ class PowerSGD(RememberingCompression):
         # By its name, so that it is the same on all ranks and in any bucket.
         generator = torch.Generator().manual_seed(crc32(name.encode()))
         shape = math.prod(like.shape[1:]), self._thin(like)
-        self._factors[name] = torch.randn(shape, generator=generator).to(like.device)
+        factor = torch.randn(shape, generator=generator, device="cpu")
+        self._factors[name] = factor.to(like.device)
 
     def _thin(self, gradient: torch.Tensor) -> int:
         """The rank of the factors of a gradient; 0 for one that is sent as it is."""

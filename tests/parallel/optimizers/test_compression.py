@@ -20,6 +20,7 @@ from ckptkit.live import Checkpointer
 from ckptkit.live.state.ranks import all_gather_single
 from ckptkit.model import Strategy
 from ckptkit.parallel import compression_of
+from ckptkit.parallel.optimizers.methods import PowerSGD
 from ckptkit.parallel.strategies.options import StrategyOptions
 from tests.live.pool import Pool
 from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, many_buckets, network
@@ -300,6 +301,13 @@ def twice() -> None:
 
 def test_what_cannot_be_attached_or_loaded_is_refused(gloo: Pool) -> None:
     gloo.run(2, twice)
+
+
+def test_factors_do_not_depend_on_the_default_device() -> None:
+    compression, gradient = PowerSGD("powersgd:4", 4, 0), torch.ones(64, 64)
+    with torch.device("meta"):
+        compression.remember("weight", gradient)
+    assert compression._factors["weight"].isfinite().all()
 
 
 def storages_while_ranks_exchange() -> int:

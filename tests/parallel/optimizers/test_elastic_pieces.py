@@ -57,6 +57,12 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
         GlobalSampler(0)
 
 
+def test_the_order_does_not_depend_on_the_default_device() -> None:
+    expected = GlobalSampler(9).share(9)
+    with torch.device("meta"):
+        assert GlobalSampler(9).share(9) == expected
+
+
 def test_the_rate_follows_a_rule_and_schedulers_go_on_from_it() -> None:
     assert [rule_of(rule)(4) for rule in ("constant", "linear", "sqrt")] == [1, 4, 2]
     assert rule_of(lambda ratio: ratio**3)(2) == 8
