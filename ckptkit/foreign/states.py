@@ -24,7 +24,7 @@ OPTIMIZER_KEYS = (
 )
 _OPTIMIZER = re.compile(r"optimizer_([0-9]{1,4})", re.ASCII)
 # Of modules of torch: what they keep besides parameters, by the end of the name.
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "attn.bias")
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")
 # In the order in which they are around each other, DDP around what was compiled or inside of it.
 _WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.")
 _NUMBERS = ("bfloat", "complex", "float")
@@ -92,7 +92,7 @@ class States:
                 self.aliases[name] = first
                 return first
         role = role or {"model": "param", "optimizer": "optimizer"}.get(group, "other")
-        if role == "param" and name.endswith(_BUFFERS):
+        if role == "param" and _is_buffer(name, tensor):
             role = "buffer"
         self.arrays.append(
             ForeignArray(
@@ -398,7 +398,7 @@ def _names_by_order(
     parameters = [
         (name, tensor)
         for name, tensor in model
-        if not name.endswith(_BUFFERS) and tensor.dtype.name.startswith(_NUMBERS)
+        if not _is_buffer(name, tensor) and tensor.dtype.name.startswith(_NUMBERS)
     ]
     names = {i: name for i, (name, _) in zip(indices, parameters, strict=False)}
     fits = len(parameters) == len(indices) and not _misfit(names, by_parameter, dict(parameters))
@@ -445,6 +445,12 @@ def _is_optimizer(value: Any) -> bool:
         return False
     heads = {str(key).partition(".")[0] for key in value}
     return bool(heads & {"state", "param_groups"})
+
+
+def _is_buffer(name: str, tensor: StateTensor) -> bool:
+    # As GPT-2 calls its causal mask; a layer may be called `attn`, and have a bias.
+    is_mask = tensor.dtype.name in ("bool", "uint8") or tensor.shape[:-2] == (1, 1)
+    return name.endswith(_BUFFERS) or (name.endswith("attn.bias") and is_mask)
 
 
 def _has_tensors(value: Any) -> bool:

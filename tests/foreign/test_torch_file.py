@@ -381,6 +381,13 @@ def test_a_count_that_only_fits_with_buffers_gives_no_names(tmp_path: Path) -> N
         state = {"model": {"w": torch.ones(2), **buffer}, "optimizer": optimizer.state_dict()}
         with opened(state, tmp_path) as checkpoint:
             assert not [name for name in checkpoint.arrays if name.startswith("optimizer/")]
+    # A causal mask is a buffer by its name, too; the bias of a layer that is called so is none.
+    masks = {"h.attn.bias": torch.ones(1, 1, 2, 2), "g.attn.bias": torch.ones(2, 2).bool()}
+    named = {"w": torch.ones(2), "attn.bias": torch.ones(2), **masks}
+    with opened({"model": named, "optimizer": optimizer.state_dict()}, tmp_path) as checkpoint:
+        assert "optimizer/attn.bias/momentum_buffer" in checkpoint.arrays
+        roles = [checkpoint.info(f"model/{name}").role for name in ("attn.bias", *masks)]
+        assert roles == ["param", "buffer", "buffer"]
 
 
 def test_parts_of_tensors_in_files_with_numbers_are_refused(tmp_path: Path) -> None:
