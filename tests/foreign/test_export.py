@@ -84,6 +84,7 @@ def test_transformers_opens_the_folder_and_computes_the_same(tied: bool, tmp_pat
     model.save_pretrained(tmp_path / "first")
     (tmp_path / "first" / "tokenizer.json").write_text("{}")
     (tmp_path / "first" / "training_args.bin").write_bytes(b"x")
+    (tmp_path / "first" / "LICENSES").mkdir()
     out = tmp_path / "out"
     found = document(
         "export", run, out, "--to-format", "hf", "--with", tmp_path / "first",

@@ -283,7 +283,8 @@ def _untied(
 
 def _copied_beside(source: Store) -> Iterator[str]:
     """The config, the tokenizer and other small files that are copied."""
-    names = source.children("")
+    # Not its children: a folder may be called `tokenizer`.
+    names = [it.key for it in source.list("", deep=False)]
     if CONFIG not in names:
         raise NotFoundError(
             f"no {CONFIG} is there",
