@@ -282,6 +282,16 @@ def test_a_plain_model_counts_before_its_index_as_in_transformers(tmp_path: Path
             assert np.array_equal(checkpoint["model/w"][...], wanted)
 
 
+def test_a_plain_model_counts_before_others_without_an_index(tmp_path: Path) -> None:
+    others = {"adapter_model.safetensors", "consolidated.safetensors"}
+    for name in others:
+        write(tmp_path / name, {name: random(1, (3,))})
+    write(tmp_path / "model.safetensors", {"w": random(2, (3,))})
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert set(checkpoint.arrays) == {"model/w"}
+        assert checkpoint.details["left_out"].keys() == others
+
+
 def test_without_an_index_the_names_say_how_many_files_there_are(tmp_path: Path) -> None:
     for number in (1, 3):
         write(

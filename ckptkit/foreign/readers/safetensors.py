@@ -1,7 +1,8 @@
 """safetensors: one file, the folder of a Hugging Face model, and the shards that DCP writes.
 
 A file is 8 bytes for the length of a JSON header, the header, and raw little-endian elements in C
-order. A folder has an index that says which tensor is in which file; without one, all files count.
+order. A folder has an index that says which tensor is in which file; without one, all files count,
+or `model.safetensors` alone where it is there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ckptkit.foreign.readers.dcp import with_optimizer
 from ckptkit.format.names import join
 from ckptkit.model import Box, DType, document
 
+PLAIN = "model.safetensors"
 INDEX = ".safetensors.index.json"
 METADATA = "__metadata__"
 SHARDING = "DCP_SHARDING_INFO"
@@ -160,6 +162,8 @@ def _files(folder: Folder) -> tuple[list[str], dict[str, str] | None]:
         indexes = [folder.only]
     if not indexes:
         files = sorted(k for k in folder.files if k.endswith(".safetensors") and "/" not in k)
+        if PLAIN in files:
+            return [PLAIN], None  # as transformers has it: others beside it are other models
         _check_count(folder, files)
         return files, None
     if len(indexes) > 1:
