@@ -159,7 +159,8 @@ def _meant(names: Iterable[str], pattern: str) -> list[str]:
     texts = (text.replace(",..,", "..").split(",") for text in _FOLDED.findall(pattern))
     spans = [[[int(end) for end in run.split("..")] for run in runs] for runs in texts]
     # No name has the character that stands for a number.
-    numbered = translate(_FOLDED.sub("\0", pattern)).replace("\0", "([0-9]+)")
+    glob = _FOLDED.sub("\0", pattern).replace("[", "[[]")
+    numbered = translate(glob).replace("\0", "([0-9]+)")
     find = re.compile(numbered).match
     return [
         name

@@ -210,7 +210,9 @@ def pattern_list(patterns: Iterable[str], keyword: str) -> tuple[str, ...]:
 
 def matches(patterns: Iterable[str], name: str, inner: str) -> bool:
     """Whether one of the patterns means this name, or the one inside of its group."""
-    return any(fnmatchcase(name, p) or fnmatchcase(inner, p) for p in patterns)
+    # They have * and ?; a bracket is itself.
+    globs = [pattern.replace("[", "[[]") for pattern in patterns]
+    return any(fnmatchcase(name, glob) or fnmatchcase(inner, glob) for glob in globs)
 
 
 def check_used(patterns: Iterable[str], names: Collection[tuple[str, str]], objection: str) -> None:

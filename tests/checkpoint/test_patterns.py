@@ -35,6 +35,8 @@ def test_a_pattern_means_whole_names_and_those_inside_of_their_group() -> None:
     assert matches(["x", "model/*"], "model/layers.0.w", "layers.0.w")
     assert not matches(["layers"], "model/layers.0.w", "layers.0.w")
     assert not matches([], "model/layers.0.w", "layers.0.w")
+    assert matches(["x[0]*"], join("model", "x[0].w"), "x[0].w")
+    assert not matches(["x[0]"], "model/x0", "x0")
 
 
 def test_what_means_nothing_is_refused() -> None:
