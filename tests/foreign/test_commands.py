@@ -111,6 +111,19 @@ def test_ls_lists_numbered_ones_with_their_format(run: Path) -> None:
         assert newest.step == 100
 
 
+def test_of_two_with_one_number_nobody_knows_which_is_meant(run: Path) -> None:
+    shutil.copytree(run / "checkpoint-20", run / "optim_step_100")
+    assert [s["step"] for s in document("ls", run)["steps"]] == [20, 100, 100]
+    with pytest.raises(FormatError, match="the same number") as caught:
+        ckptkit.open(run)
+    assert caught.value.value == "['checkpoint-100', 'optim_step_100']"
+    assert str(run / "checkpoint-100") in caught.value.hint
+    # What nobody can read is not meant.
+    (run / "optim_step_100" / "model.safetensors").rename(run / "optim_step_100" / "mp_rank_00")
+    with ckptkit.open(run) as newest:
+        assert newest.step == 100
+
+
 def test_ls_lists_them_beside_steps_of_ours(run: Path) -> None:
     ckptkit.reshard(run / "checkpoint-20", run, to="fsdp:2")
     found = document("ls", run)["steps"]

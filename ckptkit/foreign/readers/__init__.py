@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptkit.errors import CkptkitError, FormatError
@@ -152,9 +154,19 @@ def find_foreign(store: Store) -> tuple[Store, str, ForeignManifest] | None:
         # below folders beside it, the rest of a home perhaps, is not looked at.
         files = {it.key: it for it in store.list("", deep=False)}
         return store, name, _manifest(known.reader, Folder(store, files, name))
-    for _, below, known in numbered(store, names):
-        if known.reader:
-            return below, "", _manifest(known.reader, _folder(below, below.children("")))
+    for number, alike in groupby(numbered(store, names), key=itemgetter(0)):
+        readable = [(below, known.reader) for _, below, known in alike if known.reader]
+        if len(readable) > 1:
+            # A model and its optimizer, perhaps: neither is all of the step.
+            places = sorted(str(below.location) for below, _ in readable)
+            raise FormatError(
+                f"several checkpoints have the same number, {number}",
+                where=str(store.location),
+                value=sorted(below.location.name for below, _ in readable),
+                hint=f"name one of them, such as {places[0]}",
+            )
+        for below, reader in readable:
+            return below, "", _manifest(reader, _folder(below, below.children("")))
     return None
 
 
@@ -162,9 +174,9 @@ def numbered(store: Store, names: Iterable[str]) -> Iterator[tuple[int, Store, F
     """The checkpoints of a known format in those folders of a store whose names, of these, have a
     number: the highest first.
     """
-    found = {int(m[1]): name for name in names if (m := _NUMBERED.fullmatch(name))}
-    found |= {int(name): name for name in names if _ONLY_NUMBER.fullmatch(name)}
-    for number, name in sorted(found.items(), reverse=True):
+    matches = [_NUMBERED.fullmatch(name) or _ONLY_NUMBER.fullmatch(name) for name in names]
+    found = [(int(m[m.lastindex or 0]), m[0]) for m in matches if m]
+    for number, name in sorted(found, reverse=True):
         below = open_store(replace(store.address, location=store.location / name))
         known = format_of(below)
         is_step = known is not None and (not _ONLY_NUMBER.fullmatch(name) or known.reader == _ORBAX)
