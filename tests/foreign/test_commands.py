@@ -19,6 +19,7 @@ from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.foreign import readers
 from ckptkit.live import StateMismatchError, load
 from ckptkit.model import Box
+from tests.checkpoint.saving import Tensor, save
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import same
 from tests.foreign.jobs import network
@@ -166,6 +167,16 @@ def test_verify_finds_numbers_that_are_not_finite(dtype: str, tmp_path: Path) ->
     ckptkit.reshard(place, tmp_path / "ours", to="fsdp:2")
     assert not ckptkit.verify(tmp_path / "ours")
     assert [f.kind for f in ckptkit.verify(tmp_path / "ours", values=True)] == ["values"]
+
+
+def test_verify_finds_them_in_the_halves_of_complex_numbers(tmp_path: Path) -> None:
+    halves = np.zeros((300, 300, 2), np.float16)
+    halves[7, 8] = np.nan
+    halves[299, 299, 1] = np.inf
+    values = halves.view(ckptkit.model.DType.of("complex_float16").numpy)[..., 0]
+    save(tmp_path, {"model/bad": Tensor(values)}, strategy="single", step=1)
+    (finding,) = ckptkit.verify(tmp_path, values=True)
+    assert finding.what == "of 90000 elements 1 are NaN and 1 infinite"
 
 
 def test_diff_and_unpack_take_them(model: Path, tmp_path: Path) -> None:
