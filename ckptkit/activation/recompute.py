@@ -238,13 +238,15 @@ class CopyOnWrite(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
+        # Collectives write into what they are given, of which their schemas say nothing.
+        is_collective = getattr(func, "namespace", "") == "c10d"
+        if schema is not None and (schema.is_mutable or is_collective):
             names = (each.name for each in schema.arguments)
             given = dict(zip(names, args, strict=False)) | kwargs
             written = [
                 given.get(each.name)
                 for each in schema.arguments
-                if each.alias_info is not None and each.alias_info.is_write
+                if is_collective or (each.alias_info is not None and each.alias_info.is_write)
             ]
             changing = {each._cdata for each in storages_in(written)}
             for kept in tree_leaves(list(self._keeping.storage.values())):

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ckptkit.activation import checkpoint_activations
 from ckptkit.errors import UsageError
 from tests.activation.network import same
+from tests.live.pool import Pool
 
 WIDTH = 8
 
@@ -81,6 +83,38 @@ def test_products_are_kept_as_they_were_before_a_change(name: str) -> None:
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     assert same(trained("selective"), trained(None))
+
+
+class Reduced(torch.autograd.Function):
+    """A sum over all ranks, in the memory of what is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        dist.all_reduce(x)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """As it is."""
+        return gradients[0]
+
+
+def reduced(policy: str | None) -> dict[str, torch.Tensor]:
+    """Gradients where a product is summed over the ranks in its own memory."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([InPlace(Reduced.apply), InPlace(dist.all_reduce)])
+    if policy:
+        checkpoint_activations(model, policy, blocks=["0", "1"])
+    for block in model:
+        block(torch.randn(3, WIDTH)).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_collective_changes_a_product_though_it_does_not_say_so(gloo: Pool) -> None:
+    for found, wanted in zip(*(gloo.run(2, reduced, p) for p in ("selective", None)), strict=True):
+        assert same(found, wanted)
 
 
 class Pair(InPlace):
