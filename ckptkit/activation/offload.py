@@ -142,6 +142,8 @@ class OffloadedForward:
         """Move what a tensor lies in; None for what stays."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
+        if tensor.is_meta:  # it has a size, and no memory
+            return None
         # Copies within forward derivatives crash, and within torch.func they are wrapped.
         if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
             return None

@@ -276,6 +276,12 @@ def test_nothing_is_moved_within_a_transformation_of_functions() -> None:
     assert torch.equal(tangent, wanted)
 
 
+def test_what_has_no_memory_is_not_moved() -> None:
+    model, _ = checkpoint_activations(gpt(2).to("meta"), "offload")
+    model(batch(16, 64)[0].to("meta")).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_what_comes_back_is_counted() -> None:
     model, _ = checkpoint_activations(gpt(2), "offload")
     inputs, targets = batch(16, 64)
