@@ -15,7 +15,16 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
-from ckptkit.format.names import BY_ORDER, MODEL, OPTIMIZER, WRAPPED, in_group, join, split
+from ckptkit.format.names import (
+    BY_ORDER,
+    DATA_RANK,
+    MODEL,
+    OPTIMIZER,
+    WRAPPED,
+    in_group,
+    join,
+    split,
+)
 from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank, Replicated
 from ckptkit.live.resume import (
     Resumed,
@@ -33,7 +42,14 @@ from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import listed, put_together
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
-from ckptkit.live.state.trees import arrays_in, no_tensor, put_tensors, replace_leaves, with_own
+from ckptkit.live.state.trees import (
+    arrays_in,
+    differences,
+    no_tensor,
+    put_tensors,
+    replace_leaves,
+    with_own,
+)
 from ckptkit.live.wrappers import Training
 
 _SHOWN = 8
@@ -203,7 +219,8 @@ def compare(
     positions: dict[str, Position] = {}
     for group, target in training.stateful.items():
         if group in objects:
-            _compare_object(objects[group], target, data, report, positions)
+            here = snapshot.objects[group]
+            _compare_object(objects[group], target, here, data, report, positions)
     saved = saved_documents(objects) if training.optimizers else []
     if len(saved) == len(training.optimizers) == 1 and not saved[0]["kind"]:
         # Another program wrote it, which did not say the class.
@@ -359,11 +376,14 @@ def check_wrappers(snapshot: Snapshot, objects: Mapping[str, ObjectInfo]) -> Non
 def _compare_object(
     item: ObjectInfo,
     target: object,
+    here: Any,
     data: DataRanks,
     report: Report,
     positions: dict[str, Position],
 ) -> None:
-    """Compare what is no tensor, and find where in the data what reads it goes on."""
+    """Compare what no array of the step has, and find where in the data what reads it goes on.
+    `here` is what the target would save.
+    """
     of_ranks = item.semantics == "per_rank"
     is_like = of_ranks == isinstance(target, (PerRank, PerDataRank))
     if not is_like or (is_marked(item) and not isinstance(target, PerDataRank)):
@@ -373,15 +393,20 @@ def _compare_object(
             where=item.name,
             hint="wrap it in PerRank(…) or PerDataRank(…) as it was when it was saved, or do not",
         )
+    values = here.value if of_ranks else here
     if not isinstance(target, PerDataRank):
         if of_ranks and len(item.value) != data.world_size:
             report.skipped.append(
                 f"{item.name}: of {len(item.value)} ranks, this job has {data.world_size}"
             )
+            return
+        tree = item.value[data.rank] if of_ranks else item.value
+        _compare_values(item.name, target, values, tree, report)
         return
     # What reads data takes over nothing that belongs to other data.
+    values = values[DATA_RANK][-1]
     try:
-        positions[item.name] = Position(data.find(item))
+        position = Position(data.find(item))
     except WorldSizeError as error:
         states = data.all_shares(item)
         readers = target.value if isinstance(target.value, list) else [target.value]
@@ -392,7 +417,28 @@ def _compare_object(
                 hint=f'skip=["{item.name}"] leaves it as it is; an object with load_state_dicts '
                 f"is given the states of all; {error.hint}".removesuffix("; "),
             ) from error
-        positions[item.name] = Position(states, is_resized=True)
+        position = Position(states, is_resized=True)
+    for tree in position.tree if position.is_resized else [position.tree]:
+        _compare_values(item.name, target, values, tree, report)
+    positions[item.name] = position
+
+
+def _compare_values(name: str, target: object, mine: Any, theirs: Any, report: Report) -> None:
+    """Compare what is not for a `load_state_dict` to judge."""
+    if isinstance(target, (Replicated, PerRank, PerDataRank)):
+        target = target.value
+    objects = target if isinstance(target, list) else [target]
+    has_own = any(hasattr(each, "load_state_dict") for each in objects)
+    forms = [f"a list of {len(it)}" if isinstance(it, list) else "one" for it in (theirs, mine)]
+    if forms[0] != forms[1] and (has_own or "one" in forms):
+        raise StateMismatchError(
+            f"{forms[0]} in the step, {forms[1]} here",
+            where=name,
+            hint=f'pass as many as were saved; skip=["{name}"] leaves them as they are',
+        )
+    if not has_own:
+        for kind, line in differences(mine, theirs, join(name)):
+            getattr(report, kind).append(line)
 
 
 def _refuse(report: Report, checkpoint: Checkpoint, options: LoadOptions) -> None:

@@ -23,6 +23,7 @@ from ckptkit.errors import InvalidNameError, PeerError, UnsupportedTypeError, Us
 from ckptkit.live import (
     Checkpointer,
     Extra,
+    PerDataRank,
     PerRank,
     Replicated,
     Split,
@@ -384,3 +385,51 @@ def test_a_restore_of_the_newest_step_asks_about_no_other(tmp_path: Path) -> Non
         assert restored is not None
         assert restored.step == 8
     assert store.operations["size"] == 1
+
+
+@pytest.mark.parametrize("count", [3, 7])
+@pytest.mark.parametrize("kind", [PerRank, PerDataRank])
+def test_tensors_of_each_rank_are_filled_themselves(tmp_path: Path, kind: Any, count: int) -> None:
+    def tensors(dtype: torch.dtype = torch.float32, count: int = count) -> list[torch.Tensor]:
+        return [torch.zeros(count, dtype=dtype) for _ in range(3)]
+
+    def state(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> dict[str, object]:
+        return {"alone": kind(x), "inside": kind({"a": y, "b": [z, 1]})}
+
+    wanted = torch.arange(count, dtype=torch.float32)
+    save(tmp_path, step=1, state=state(wanted, wanted + 1, wanted + 2))
+    mine = tensors()
+    mine[0].requires_grad_()
+    assert load(tmp_path, state=state(*mine)).report.is_exact
+    assert [each.tolist() for each in mine] == [(wanted + n).tolist() for n in range(3)]
+    mine = tensors(torch.float64)
+    with pytest.raises(StateMismatchError, match="inside/b/0: float32 in the step, float64 here"):
+        load(tmp_path, state=state(*mine))
+    assert not any(each.any() for each in mine)
+    load(tmp_path, state=state(*mine), cast=True)
+    assert [each.tolist() for each in mine] == [(wanted + n).tolist() for n in range(3)]
+    mine = [*tensors()[:2], *tensors(count=2)[:1]]
+    with pytest.raises(StateMismatchError, match=r"inside/b/0: .* in the step, \(2,\) here"):
+        load(tmp_path, state=state(*mine))
+    assert not any(each.any() for each in mine)
+    load(tmp_path, state=state(*mine), partial=True)
+    assert [bool(each.any()) for each in mine] == [True, True, False]
+
+
+@pytest.mark.parametrize("given", [1, 3, None])
+@pytest.mark.parametrize("group", ["scheduler", "dataloader"])
+def test_objects_of_another_number_are_refused_in_time(
+    tmp_path: Path, group: str, given: int | None
+) -> None:
+    model = nn.Linear(2, 2)
+    saved: dict[str, Any] = {group: [Loader(1), Loader(2)]}
+    save(tmp_path, step=1, model=model, **saved)
+    other = nn.Linear(2, 2)
+    before = other.weight.tolist()
+    loaders = [Loader() for _ in range(given or 1)]
+    mine: dict[str, Any] = {group: loaders[0] if given is None else loaders}
+    with pytest.raises(StateMismatchError, match="a list of 2 in the step"):
+        load(tmp_path, model=other, **mine)
+    assert other.weight.tolist() == before
+    load(tmp_path, model=other, skip=[group], **mine)
+    assert other.weight.tolist() == model.weight.tolist()

@@ -198,10 +198,40 @@ def arrays_in(tree: Any, where: str) -> list[str]:
     return found
 
 
-def replace_leaves(target: Any, source: Any) -> None:
-    """Give a tree of plain dictionaries and lists the values of another, in place; tensors that
-    the target has already were filled and stay.
+def differences(mine: Any, theirs: Any, where: str) -> Iterator[tuple[str, str]]:
+    """How a taken tree differs from what `replace_leaves` is to give it, as a report says it: the
+    way, and what. Tensors with values in the trees are compared; those of arrays are elsewhere.
     """
+    if _is_mark(mine) or _is_mark(theirs):
+        pair = (it.get(_TENSOR) if isinstance(it, dict) else None for it in (theirs, mine))
+        there, here = pair
+        if isinstance(there, np.ndarray) and isinstance(here, np.ndarray):
+            if there.shape != here.shape:
+                yield "reshaped", f"{where}: {there.shape} in the step, {here.shape} here"
+            elif there.dtype != here.dtype:
+                dtypes = DType.of(there.dtype), DType.of(here.dtype)
+                yield "cast", f"{where}: {dtypes[0]} in the step, {dtypes[1]} here"
+        return
+    items: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        items = [(key, value, theirs[key]) for key, value in mine.items() if key in theirs]
+    elif isinstance(mine, list) and isinstance(theirs, list):
+        items = zip(range(len(mine)), mine, theirs, strict=False)
+    for key, value, given in items:
+        yield from differences(value, given, f"{where}/{escape(str(key))}")
+
+
+@torch.no_grad()
+def replace_leaves(target: Any, source: Any) -> None:
+    """Give a tree of plain dictionaries and lists the values of another, in place. Tensors that
+    the target has stay, with the values of those that are in their places; they may be these
+    themselves, filled already. One of another shape is left as it is.
+    """
+    if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
+        local = local_of(target)
+        if target is not source and local.shape == source.shape:
+            local.copy_(source)
+        return
     items: list[tuple[Any, Any, Any]] = []  # each with the value that the target has there
     if isinstance(target, dict) and isinstance(source, dict):
         items = [(key, target.get(key), value) for key, value in source.items()]
@@ -210,7 +240,8 @@ def replace_leaves(target: Any, source: Any) -> None:
         target += [None] * (len(source) - len(target))
         items = [(at, target[at], value) for at, value in enumerate(source)]
     for key, mine, value in items:
-        if type(mine) is type(value) and isinstance(mine, (dict, list)):
+        is_tensor = isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor)
+        if is_tensor or (type(mine) is type(value) and isinstance(mine, (dict, list))):
             replace_leaves(mine, value)
         else:
             target[key] = value
@@ -246,11 +277,16 @@ def keys_of_some(ranks: Ranks, trees: Mapping[str, Any], *, differs: bool) -> di
 
 def _keys(tree: object, above: Keys = ()) -> Iterator[Keys]:
     """All keys of a taken tree but those of marks, which stand for one value."""
-    if isinstance(tree, dict):
-        is_mark = len(tree) == 1 and next(iter(tree)) in (REFERENCE, _TENSOR, *_MADE_BY)
-        for key, value in () if is_mark else tree.items():
+    if isinstance(tree, dict) and not _is_mark(tree):
+        for key, value in tree.items():
             yield (*above, key)
             yield from _keys(value, (*above, key))
+
+
+def _is_mark(tree: object) -> bool:
+    """Whether it stands for one value, a tensor or what the format has no type for."""
+    marks = (REFERENCE, _TENSOR, *_MADE_BY)
+    return isinstance(tree, dict) and len(tree) == 1 and next(iter(tree)) in marks
 
 
 def own_apart(
