@@ -143,10 +143,17 @@ class ShardedOptimizerState:
 
     def put(self, name: str, values: Mapping[str, Any]) -> None:
         """Take over what `get` gave for a parameter, on this rank of a job of the same layout; what
-        is not there yet is created.
+        is not there yet is created, and where that was nothing, what there is is removed.
         """
-        mine = self.get(name) if self.has(name) else self.create(name)
+        had = self.has(name)
+        if not values:
+            if had:
+                self.remove(name)
+            return
+        mine = self.get(name) if had else self.create(name)
         if mine.keys() != values.keys():
+            if not had:
+                self._adapter.state.pop(self._part(name).parameter, None)
             raise LayoutError(
                 "the optimizer keeps other things",
                 where=name,

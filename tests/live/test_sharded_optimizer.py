@@ -232,6 +232,7 @@ def remove_one() -> list[bool]:
     state.remove(UNEVEN)
     state.remove(UNEVEN)
     assert state.get(UNEVEN) == {}
+    state.put(UNEVEN, state.get(UNEVEN))
     assert state.gather(UNEVEN) == ({} if is_first() else None)
     return [state.has(name) for name in (UNEVEN, EMPTY)]
 
