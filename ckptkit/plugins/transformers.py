@@ -280,6 +280,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         class Stop(_TRANSFORMERS.module("transformers").TrainerCallback):  # type: ignore[misc]
             def on_step_end(self, _: Any, state: Any, control: Any, **_more: Any) -> None:
                 if checkpointer.should_stop(state.global_step):
+                    checkpointer.wait()  # with when_busy="skip" the last save would be skipped
                     control.should_save = control.should_training_stop = True
 
         self.add_callback(Stop)

@@ -158,6 +158,10 @@ def test_what_has_to_make_room_saves_once_more_and_leaves(
     assert_same(train(tmp_path, "ddp:2", run=run, resume=True, **options), uninterrupted("ddp:2"))
 
 
+def test_the_last_save_waits_for_the_one_under_way(gloo: Pool) -> None:
+    assert gloo.run(1, on_rank, "calls_at_the_end", (), {}) == [["should_stop", "wait", "save"]]
+
+
 def test_the_best_step_stays_and_is_what_the_training_ends_with(
     train: Train, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import signal
 import warnings
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -158,6 +159,17 @@ def train(
         with suppress(Killed):
             job.train(resume_from_checkpoint=resume)
         return found(job)
+
+
+def calls_at_the_end() -> list[str]:
+    """What a step asks of a Checkpointer that is to stop."""
+    with launched("ddp"):
+        job, checkpointer = trainer("/nowhere"), Mock()
+        with job._stopping(checkpointer):
+            checkpointer.reset_mock()
+            control = job.callback_handler.on_step_end(job.args, job.state, job.control)
+        saves = control.should_save and control.should_training_stop
+        return [call[0] for call in checkpointer.method_calls] + ["save"] * saves
 
 
 def refusal(folder: str, resume: bool | str | None = None, **options: Any) -> str:
