@@ -238,6 +238,7 @@ class PathRuns:
             self._last = LastSave()
             self._later.wait()
             self._stores.clear()
+            self._unnamed = ""
 
     def _store(self, location: str) -> Store:
         if location not in self._stores:
@@ -282,6 +283,7 @@ class PathRuns:
         run = location.removeprefix(str(store.location)).strip("/")
         store.put(name, json.dumps({"ckptkit": _GROUP, "run": run, "step": step}).encode())
         self._delete(before)
+        self._unnamed = ""
 
     def _remove(self, path: str) -> None:
         store, name = self._folder(path)

@@ -299,6 +299,18 @@ def test_a_file_of_another_program_is_never_removed(
     assert "ckptkit did not write it" in caplog.text
 
 
+def test_a_save_that_failed_keeps_no_later_ones_from_being_removed(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, 3)
+    strategy: Any = trainer.strategy
+    strategy._runs._name(str(tmp_path / "gone.ckpt"), str(tmp_path), 99)  # was not committed
+    first = tmp_path / "epoch=0-step=3.ckpt"
+    strategy.remove_checkpoint(first)
+    assert first.exists()
+    trainer.save_checkpoint(tmp_path / "b.ckpt")
+    strategy.remove_checkpoint(first)
+    assert not first.exists()
+
+
 def test_misuse_is_told_before_anything_is_lost(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not an option of checkpointer= here") as caught:
         CkptkitDDPStrategy(checkpointer={"keep_last": 2})
