@@ -51,9 +51,11 @@ def save_state(
     active = accelerator.gradient_state.active_dataloader
     # Which pass over its data each loader makes next, or is in the middle of.
     epochs = []
-    for loader in _ACCELERATE.private(accelerator, _DATALOADERS):
-        # What skip_first_batches made of a loader is another one, over the same data.
-        at = active if active is not None and active.dataset is loader.dataset else loader
+    loaders = _ACCELERATE.private(accelerator, _DATALOADERS)
+    # What skip_first_batches made of a loader is another one, over the same data.
+    is_copy = active is not None and all(active is not loader for loader in loaders)
+    for loader in loaders:
+        at = active if is_copy and active.dataset is loader.dataset else loader
         epochs.append(
             int(getattr(at, "iteration", 0)) + bool(at is active and at.end_of_dataloader)
         )

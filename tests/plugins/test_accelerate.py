@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ckptkit
 from ckptkit import Run
@@ -150,6 +151,20 @@ def test_several_models_and_what_a_caller_adds_come_back(tmp_path: Path) -> None
         with ckptkit.open(tmp_path) as step:
             assert "model/0.weight" in step.arrays
             assert "optimizer/1.weight/exp_avg" in step.arrays
+
+
+def test_two_loaders_of_the_same_data_count_for_themselves(tmp_path: Path) -> None:
+    with one_process() as accelerator:
+        accelerator.prepare(nn.Linear(2, 2))
+        data = DataLoader(TensorDataset(torch.ones(4, 2)))
+        loaders = [accelerator.prepare(DataLoader(data.dataset)) for _ in range(2)]
+        for _ in range(3):
+            assert len(list(loaders[0])) == 4
+        for step, _ in enumerate(loaders[1], 1):
+            save_state(accelerator, tmp_path, step)
+            with ckptkit.open(tmp_path) as opened:
+                epochs = opened.objects["extra/accelerate"]["epochs"]
+            assert epochs == [3, int(step == 4)]
 
 
 def test_a_location_without_a_run_gives_none(tmp_path: Path) -> None:
