@@ -344,7 +344,7 @@ def test_a_scaler_goes_on(tmp_path: Path) -> None:
     assert again.state_dict() == scaler.state_dict()
 
 
-def test_random_numbers_go_on(tmp_path: Path) -> None:
+def test_random_numbers_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def draw() -> list[Any]:
         return [random.random(), np.random.rand(), np.random.randn(), torch.rand(3).tolist()]  # noqa: NPY002
 
@@ -354,6 +354,9 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     extra: Extra = load(tmp_path).extra
     set_rng_state(extra.get("rng"))
     assert draw() == expected
+    count = torch.cuda.device_count() + 1
+    set_rng_state(rng_state() | {"cuda": [np.zeros(16, np.uint8)] * count})
+    assert f"the state is of {count} devices, this process sees {count - 1}" in caplog.text
     set_rng_state(None)
     with pytest.raises(UsageError):
         set_rng_state({"torch": 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ckptkit.format.encoding import dumps
 from ckptkit.format.names import DATA_RANK
 from ckptkit.format.objects import ObjectInfo, share_of, total
 from ckptkit.model import Strategy
+
+log = logging.getLogger("ckptkit.live")
 
 # Ranks that differ along these read data of their own, and so do those that experts are spread
 # over; ranks along `tp` and `pp` work on the same.
@@ -218,6 +221,13 @@ def set_rng_state(state: dict[str, Any] | None) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
-    devices = state.get("cuda", [])
-    if devices and torch.cuda.is_available() and len(devices) == torch.cuda.device_count():
+    devices, count = state.get("cuda", []), torch.cuda.device_count()
+    if devices and len(devices) != count:
+        log.warning(
+            "the generators of CUDA stay as they are: the state is of %d devices, this process "
+            "sees %d",
+            len(devices),
+            count,
+        )
+    elif devices:
         torch.cuda.set_rng_state_all([torch.from_numpy(each.copy()) for each in devices])
