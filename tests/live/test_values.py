@@ -419,6 +419,18 @@ def test_tensors_of_each_rank_are_filled_themselves(tmp_path: Path, kind: Any, c
     assert [bool(each.any()) for each in mine] == [True, True, False]
 
 
+@pytest.mark.parametrize("kind", [dict, PerRank, Replicated])
+def test_a_key_that_the_step_lacks_is_missing(tmp_path: Path, kind: Any) -> None:
+    save(tmp_path, step=1, state={"p": kind({"a": 1, "in": [{"c": {1}}]})})
+    mine: dict[str, Any] = {"a": 0, "b": 5, "in": [{"c": set(), "d": None}]}
+    with pytest.raises(StateMismatchError, match=r"missing: p/b, p/in/0/d\n"):
+        load(tmp_path, state={"p": kind(mine) if kind is not dict else mine})
+    assert mine == {"a": 0, "b": 5, "in": [{"c": set(), "d": None}]}
+    report = load(tmp_path, state={"p": kind(mine) if kind is not dict else mine}, partial=True)
+    assert report.report.missing == ["p/b", "p/in/0/d"]
+    assert mine == {"a": 1, "b": 5, "in": [{"c": {1}, "d": None}]}
+
+
 @pytest.mark.parametrize("given", [1, 3, None])
 @pytest.mark.parametrize("group", ["scheduler", "dataloader"])
 def test_objects_of_another_number_are_refused_in_time(

@@ -215,6 +215,10 @@ def differences(mine: Any, theirs: Any, where: str) -> Iterator[tuple[str, str]]
     items: Iterable[tuple[Any, Any, Any]] = ()
     if isinstance(mine, dict) and isinstance(theirs, dict):
         items = [(key, value, theirs[key]) for key, value in mine.items() if key in theirs]
+        for key, value in mine.items():
+            # Arrays that the step lacks are noted by who looks for them, by their own names.
+            if key not in theirs and not arrays_in(value, where):
+                yield "missing", f"{where}/{escape(str(key))}"
     elif isinstance(mine, list) and isinstance(theirs, list):
         items = zip(range(len(mine)), mine, theirs, strict=False)
     for key, value, given in items:
