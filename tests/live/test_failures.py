@@ -146,7 +146,7 @@ def test_a_damaged_manifest_makes_all_ranks_go_back(gloo: Pool, tmp_path: Path) 
     gloo.run(2, save_steps, str(tmp_path), [1, 2])
     path = tmp_path / "step-0000000002" / "manifest.msgpack"
     data = path.read_bytes()
-    path.write_bytes(data[:-9] + b"x" + data[-8:])
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     for step, value, _ in gloo.run(2, restore, str(tmp_path), True):
         assert (step, value) == (1, 1.0)
 
@@ -168,7 +168,8 @@ def test_steps_that_a_load_went_past_are_saved_anew(gloo: Pool, tmp_path: Path) 
     gloo.run(2, save_steps, str(tmp_path), [1, 2, 3])
     damage(tmp_path, 2, 1)
     manifest = tmp_path / "step-0000000003" / "manifest.msgpack"
-    manifest.write_bytes(manifest.read_bytes()[:-1] + b"x")
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     gloo.run(2, save_again_where_it_was_damaged, str(tmp_path))
     for step in (2, 3):
         assert not ckptkit.verify(tmp_path / step_name(step))

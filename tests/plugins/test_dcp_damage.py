@@ -78,7 +78,8 @@ def test_a_process_that_saves_knows_what_the_job_went_past(tmp_path: Path) -> No
     for step in (1, 2):
         save({"w": torch.ones(8)}, storage_writer=Writer(tmp_path, step=step))
     manifest = tmp_path / "step-0000000002" / "manifest.msgpack"
-    manifest.write_bytes(manifest.read_bytes()[:-1] + b"x")
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     load({"w": torch.zeros(8)}, storage_reader=Reader(tmp_path, fallback=True))
     # As `async_save` sends it to a process of its own.
     sent = pickle.dumps(Writer(tmp_path, step=2))

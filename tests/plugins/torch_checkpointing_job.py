@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch_checkpointing import CheckpointManager
+from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
 from torch_checkpointing.config import (
     AsyncCheckpointSaverConfig,
     CheckpointSaverConfig,
@@ -22,7 +23,9 @@ from ckptkit.plugins.torch_checkpointing import CkptkitStorageConfig
 
 IN_PLACE: CheckpointSaverConfig = SyncCheckpointSaverConfig()
 BEHIND: CheckpointSaverConfig = AsyncCheckpointSaverConfig(
-    staging_config=CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+    staging_config=CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False),
+    # It imports torch, which takes long on a busy machine.
+    process_config=CheckpointProcessConfig(subprocess_init_timeout_secs=150),
 )
 
 
