@@ -69,6 +69,25 @@ def test_a_result_that_was_damaged_is_not_taken_for_whole(run: Path, tmp_path: P
         assert ckpt("verify", new).exit_code == 0
 
 
+def test_a_damaged_result_of_slices_is_closed_again(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    slices = ("slice:0/2", "slice:1/2")
+    for each in slices:
+        ckpt("reshard", run, new, "--to", "fsdp:4", "--engine", each)
+    assert ckpt("commit", new).exit_code == 0
+    for pack in (new / "step-0000000020" / "data").glob("*/rank-0000[13].zip"):
+        pack.unlink()
+    for each in slices:
+        assert ckpt("commit", new, "--step", "20", "--overwrite").exit_code == 4
+        again = ckpt("reshard", run, new, "--to", "fsdp:4", "--engine", each, "--overwrite")
+        assert again.exit_code == 0
+    refused = ckpt("commit", new, "--step", "20")
+    assert refused.exit_code == 4
+    assert "no packs but those of the committed step" in refused.stderr
+    assert ckpt("commit", new, "--step", "20", "--overwrite").exit_code == 0
+    assert ckpt("verify", new).exit_code == 0
+
+
 def test_a_manifest_that_cannot_be_read_is_in_the_way_before_anything_is_written(
     run: Path, tmp_path: Path
 ) -> None:

@@ -408,10 +408,17 @@ def commit_packs(
     store = store_at(location, storage_options)
     folder = _begun_step(store, step, overwrite=overwrite)
     names, where = store.children(folder.data()), folder.where(DATA)
-    wanted = {save_id} if save_id is not None else set(names) - {committed_save_id(folder)}
-    found = [name for name in names if name in wanted]
+    committed = committed_save_id(folder)
+    wanted = {save_id} if save_id is not None else set(names) - {committed}
+    # Where slices wrote damaged packs of the very step anew, it is closed again.
+    found = [name for name in names if name in wanted or (overwrite and not wanted)]
     if not found:
-        raise NotFoundError("no packs", where=where)
+        is_there = committed in names
+        raise NotFoundError(
+            "no packs but those of the committed step" if is_there else "no packs",
+            where=where,
+            hint="--overwrite looks at these again" if is_there else "reshard its slices first",
+        )
     if len(found) > 1:
         raise UsageError(
             f"the packs of {len(found)} saves: {', '.join(found[-_NAMED:])}",
