@@ -44,7 +44,7 @@ class Tiers:
 
     def __init__(
         self,
-        far: Store,
+        remote: Store,
         local: Place | None,
         retention: Retention,
         *,
@@ -55,15 +55,15 @@ class Tiers:
             raise UsageError(
                 "local_keep_last is for a run with a local folder", hint="pass local=…"
             )
-        self._far = far
+        self._remote = remote
         self._retention = retention
         self._is_first = is_first
-        self.near = far if local is None else store_at(local)
+        self.written = remote if local is None else store_at(local)
         """Where a save writes."""
         self._mirror: Mirror | None = None
         if local is not None:
             options = CopyOptions(overwrite=overwrite, progress=self._check_wanted)
-            self._mirror = Mirror(self.near, far, retention, options)
+            self._mirror = Mirror(self.written, remote, retention, options)
         self._copies = Background()
         self._has_looked = False
         self._given_up = threading.Event()
@@ -77,7 +77,7 @@ class Tiers:
 
     def at(self, place: str) -> Store:
         """The store of a place that `candidates` names."""
-        return self.near if place == LOCAL else self._far
+        return self.written if place == LOCAL else self._remote
 
     def meet(self, ranks: Ranks) -> tuple[int, bytes] | None:
         """Before a save or a load: the number of the last round that failed on rank 0, and why."""
@@ -112,11 +112,11 @@ class Tiers:
         try:
             if self._mirror is not None:
                 what = "a later job may not copy it"
-                near, far = (StepFolder(at, step_name(step)) for at in (self.near, self._far))
-                note_replacing(near, far)
+                places = self.written, self._remote
+                note_replacing(*(StepFolder(place, step_name(step)) for place in places))
             elif not self._retention.is_all:
                 # What lies above is of a future that was given up, and may be damaged.
-                prune(self._far, self._retention, up_to=step)
+                prune(self._remote, self._retention, up_to=step)
         except CkptkitError as error:
             # The next save tries again. No training ends, and no save is left out, because of this.
             log.error("step %d was saved, but %s: %s", step, what, in_one_line(error))
@@ -125,7 +125,7 @@ class Tiers:
         """On rank 0: which steps to load from, best first, and from where."""
         if self._mirror is not None:
             return self._mirror.candidates(step, fallback=fallback)
-        run = Run(self._far)
+        run = Run(self._remote)
         if step is None and not fallback:  # all steps of a long run are many requests
             newest = run.latest()
             return [] if newest is None else [(newest, REMOTE)]

@@ -155,8 +155,8 @@ class Checkpointer:
             self._preemption = Preemption(self._world, name, on_sigterm, self._leave)
 
     def __repr__(self) -> str:
-        near = self._tiers.near
-        local = "" if near is self._store else f", local={str(near.location)!r}"
+        written = self._tiers.written
+        local = "" if written is self._store else f", local={str(written.location)!r}"
         return f"Checkpointer({self.location!r}{local})"
 
     @property
@@ -197,10 +197,10 @@ class Checkpointer:
                 if self._skips and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                started, near = time.perf_counter(), self._tiers.near
+                started, store = time.perf_counter(), self._tiers.written
                 options, world = self._options, self._world
                 save = prepare(
-                    near, step, training, extra, options, self._last, world=world, ranks=ranks
+                    store, step, training, extra, options, self._last, world=world, ranks=ranks
                 )
             if self._asynchronous:
                 self._writing = save
@@ -209,7 +209,7 @@ class Checkpointer:
             else:
                 self._write_and_commit(save, started, after.pop_all())
             self._tiers.raise_failed(failed_copy)
-            return f"{self._tiers.near.location}/{step_name(step)}"
+            return f"{self._tiers.written.location}/{step_name(step)}"
 
     def restore(
         self,
@@ -365,7 +365,7 @@ class Checkpointer:
                     seconds = time.perf_counter() - started
                     speed = size_text(save.nbytes / seconds)
                     done = f"{size_text(save.nbytes)} in {seconds:.2f} s, {speed}/s"
-                    log.info("saved step %d to %s: %s", step, self._tiers.near.location, done)
+                    log.info("saved step %d to %s: %s", step, self._tiers.written.location, done)
                 self._tiers.saved(step)
             finally:
                 self._writing = None  # it keeps what it wrote alive

@@ -139,22 +139,22 @@ class Mirror:
         Where both places have the same save of a step the local one is nearer; of two saves the
         later counts.
         """
-        here, there = Run(self.local).steps(), list[int]()
+        local, remote = Run(self.local).steps(), list[int]()
         try:
-            there = Run(self.remote).steps()
+            remote = Run(self.remote).steps()
         except StorageError as error:
-            if not (here and fallback):
-                if here:
+            if not (local and fallback):
+                if local:
                     error.hint = f"{error.hint}; " if error.hint else ""
                     error.hint += "fallback=True loads the newest step that is local"
                 raise
             log.error("looking for local steps only: %s", error)
-        numbers = newest_first({*here, *there}, step)
+        numbers = newest_first({*local, *remote}, step)
         found: list[tuple[int, str]] = []
         for number in numbers if fallback else numbers[:1]:
-            if number not in here:
+            if number not in local:
                 sides = [REMOTE]
-            elif number not in there:
+            elif number not in remote:
                 sides = [LOCAL]
             else:
                 sides = self._in_order(number, both=fallback)
@@ -180,17 +180,17 @@ class Mirror:
 
     def _in_order(self, step: int, *, both: bool = True) -> list[str]:
         """The places of a step that is in both; of two saves only the later without `both`."""
-        here, there = (_save_of(store, step) for store in (self.local, self.remote))
-        if here is None or there is None:
+        local, remote = (_save_of(store, step) for store in (self.local, self.remote))
+        if local is None or remote is None:
             return [LOCAL, REMOTE]
-        if here.save_id == there.save_id:
-            self._arrived.add((step, here.save_id))
+        if local.save_id == remote.save_id:
+            self._arrived.add((step, local.save_id))
             return [LOCAL, REMOTE]
-        sides = [LOCAL, REMOTE] if here.time >= there.time else [REMOTE, LOCAL]
+        sides = [LOCAL, REMOTE] if local.time >= remote.time else [REMOTE, LOCAL]
         log.warning("step %d was saved twice: that in the %s place is newer", step, sides[0])
         return sides if both else sides[:1]
 
-    def _saved_here(self) -> dict[int, str]:
+    def _saved_locally(self) -> dict[int, str]:
         """The save ids of the local steps; what cannot be read is left out, and so are steps that
         are symbolic links: retention does not count them.
         """
@@ -222,22 +222,22 @@ class Mirror:
         )
 
     def _pending(self, up_to: int | None) -> list[int]:
-        here = {s: i for s, i in self._saved_here().items() if (s, i) not in self._damaged}
-        if self._arrived.issuperset(here.items()):
+        local = {s: i for s, i in self._saved_locally().items() if (s, i) not in self._damaged}
+        if self._arrived.issuperset(local.items()):
             return []
         run = Run(self.remote)
-        there = set(run.steps())
-        kept = self.retention.kept(sorted({*here, *(there - run.links().keys())}), up_to)
-        for step in there.intersection(here):
+        remote = set(run.steps())
+        kept = self.retention.kept(sorted({*local, *(remote - run.links().keys())}), up_to)
+        for step in remote.intersection(local):
             save = _save_of(self.remote, step)
             if save is None:
                 continue
             # Overwriting is for what was saved since: a later save there is not to be lost.
-            if save.save_id == here[step] or (
+            if save.save_id == local[step] or (
                 self._options.overwrite and self._in_order(step)[0] == REMOTE
             ):
-                self._arrived.add((step, here[step]))
-        waiting = [s for s, i in here.items() if s in kept and (s, i) not in self._arrived]
+                self._arrived.add((step, local[step]))
+        waiting = [s for s, i in local.items() if s in kept and (s, i) not in self._arrived]
         # What has failed must not keep others from being copied.
         return sorted(waiting, key=lambda step: (step in self._failed, step))
 
@@ -249,10 +249,10 @@ class Mirror:
         except UnsoundStepError as error:
             # No attempt to copy it again will mend it: other steps go on without it.
             self._failed.discard(step)
-            there = _save_of(self.local, step) if ranks.rank == 0 else None
+            save = _save_of(self.local, step) if ranks.rank == 0 else None
             # What was deleted meanwhile, or saved anew, is no damage: the latter is copied next
             # time.
-            if there is not None and there.save_id == error.save_id:
+            if save is not None and save.save_id == error.save_id:
                 self._report(step, error.save_id, error)
             return
         self._failed.discard(step)
@@ -266,20 +266,20 @@ class Mirror:
     def _prune(self, ranks: Ranks, up_to: int | None) -> None:
         if up_to is None or ranks.rank > 0:
             return
-        rules = nearby = self.retention
-        if rules.local_keep_last is not None:
-            nearby = Retention(rules.local_keep_last)
+        rules = self.retention
+        local_rules = rules if rules.local_keep_last is None else Retention(rules.local_keep_last)
         try:
             if not rules.is_all:
                 prune(self.remote, rules, up_to=up_to)
-            if nearby.is_all:
+            if local_rules.is_all:
                 return
-            removals = plan_prune(self.local, nearby, grace=ABANDONED, up_to=up_to)
-            here = self._saved_here()
-            kept = rules.kept(sorted(here), up_to)
+            removals = plan_prune(self.local, local_rules, grace=ABANDONED, up_to=up_to)
+            local = self._saved_locally()
+            kept = rules.kept(sorted(local), up_to)
             # What has not arrived goes only if retention does not keep it, and when all that it
             # keeps has arrived: until then it may be the newest step that can be loaded.
-            safe = all((s, i) in self._arrived for s, i in here.items() if s in kept and s <= up_to)
+            due = ((s, i) for s, i in local.items() if s in kept and s <= up_to)
+            safe = self._arrived.issuperset(due)
             may_go = [
                 removal
                 for removal in removals
@@ -375,16 +375,17 @@ class _Copying:
 
     def is_there(self) -> bool:
         """Whether the target has this very save; StepExistsError where it has another sound one."""
-        there, far, near = committed_save_id(self.target), self.target, self.source.store
-        if there == self.save_id:
+        found = committed_save_id(self.target)
+        if found == self.save_id:
             return True
-        self._replaces |= (
-            is_unreadable(far) if there is None else may_replace(far, near, self.save_id)
-        )
-        if there is None or self._replaces:
+        if found is None:
+            self._replaces |= is_unreadable(self.target)
             return False
-        what = "another save of this step is there already"
-        raise StepExistsError(what, where=str(far), hint="delete one of the two, or overwrite=True")
+        self._replaces |= may_replace(self.target, self.source.store, self.save_id)
+        if not self._replaces:
+            what, hint = "another save of this step is there", "delete one, or pass overwrite=True"
+            raise StepExistsError(what, where=str(self.target), hint=hint)
+        return False
 
     def send(self, ranks: Ranks) -> tuple[int, UnsoundStepError | None]:
         """Send this rank's packs; how many bytes that were, and what ended it early."""

@@ -63,36 +63,36 @@ def is_replaceable(folder: StepFolder) -> bool:
     return place in REPLACEABLE and stamp(folder) == REPLACEABLE[place]
 
 
-def note_replacing(near: StepFolder, far: StepFolder) -> None:
-    """What was saved in the near place is to replace the damaged step in the far one that a load
-    went past. This job may end before it is copied: the next one knows it from here.
+def note_replacing(local: StepFolder, remote: StepFolder) -> None:
+    """What was saved in the local folder is to replace the damaged step of the run that a load went
+    past. This job may end before it is copied: the next one knows it from here.
     """
-    if is_replaceable(far):
-        pair = [REPLACEABLE[_place(far)].hex(), read_manifest(near).save.save_id]
-        near.store.put(_REPLACING, json.dumps(_noted(near.store) | {far.name: pair}).encode())
+    if is_replaceable(remote):
+        pair = [REPLACEABLE[_place(remote)].hex(), read_manifest(local).save.save_id]
+        local.store.put(_REPLACING, json.dumps(_noted(local.store) | {remote.name: pair}).encode())
 
 
-def forget_replacing(near: StepFolder) -> None:
-    """It is copied: what takes its place in the far one later is not to be replaced."""
-    told = _noted(near.store)
-    if told.pop(near.name, None) is not None:
+def forget_replacing(local: StepFolder) -> None:
+    """It is copied: what takes its place in the run later is not to be replaced."""
+    told = _noted(local.store)
+    if told.pop(local.name, None) is not None:
         # It is copied all the same.
         with suppress(CkptkitError):
-            near.store.put(_REPLACING, json.dumps(told).encode())
+            local.store.put(_REPLACING, json.dumps(told).encode())
 
 
-def may_replace(far: StepFolder, near: Store, save_id: str) -> bool:
-    """Whether this save, which waits in the near place, may replace the step in the far one."""
-    if is_replaceable(far):
+def may_replace(remote: StepFolder, local: Store, save_id: str) -> bool:
+    """Whether this save, which waits in the local folder, may replace the step of the run."""
+    if is_replaceable(remote):
         return True
-    before = stamp(far)
-    return before is not None and _noted(near).get(far.name) == [before.hex(), save_id]
+    before = stamp(remote)
+    return before is not None and _noted(local).get(remote.name) == [before.hex(), save_id]
 
 
-def _noted(near: Store) -> dict[str, Any]:
+def _noted(local: Store) -> dict[str, Any]:
     # What cannot be read says nothing.
     with suppress(CkptkitError, ValueError, RecursionError):
-        told = json.loads(near.read_whole(_REPLACING, MAX_DOCUMENT_BYTES))
+        told = json.loads(local.read_whole(_REPLACING, MAX_DOCUMENT_BYTES))
         return told if isinstance(told, dict) else {}
     return {}
 
