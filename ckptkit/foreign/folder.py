@@ -121,7 +121,9 @@ class Folder:
         runs: list[tuple[int, int]] = []
         for start, length in ranges:
             begin, end = min(start, size), min(start + length, size)
-            if runs and begin - runs[-1][1] <= gap and end - runs[-1][0] <= _RUN_BYTES:
+            is_near = runs and begin - runs[-1][1] <= gap
+            # One within the last run has no run of its own, however long that is.
+            if is_near and end - runs[-1][0] <= max(_RUN_BYTES, runs[-1][1] - runs[-1][0]):
                 runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
             else:
                 runs.append((begin, end))

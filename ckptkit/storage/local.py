@@ -146,7 +146,7 @@ class LocalStore:
                     os.close(descriptor)
                 _sync_above(path.parent, self._root, made)
                 if exclusive:
-                    _publish_once(temporary, path.name, folder)
+                    publish_once(temporary, path.name, folder)
                 else:
                     os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
             finally:
@@ -210,7 +210,7 @@ class LocalStore:
             return sorted(_walked(folder, prefix, wanted, deep=deep), key=attrgetter("key"))
 
 
-def _publish_once(temporary: str, name: str, folder: int) -> None:
+def publish_once(temporary: str, name: str, folder: int | None = None) -> None:
     """Give a whole, durable file its name, unless that is taken: a hard link cannot replace."""
     try:
         os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)

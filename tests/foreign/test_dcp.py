@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -63,6 +64,19 @@ class TestOneProcess(ForeignContract):
     def test_the_step_is_that_of_the_folder(self, sample: Sample) -> None:
         with ckptkit.open(sample.place) as checkpoint:
             assert checkpoint.step == 30
+
+
+def test_a_model_with_buffers_has_its_optimizer_beside_it(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    saved({"optimizer": get_optimizer_state_dict(net, optimizer)}, tmp_path / "optimizer_0")
+    with ckptkit.open(tmp_path) as checkpoint:
+        wanted = wanted_of(net, optimizer)
+        assert set(checkpoint.arrays) == set(wanted)
+        assert all(same(checkpoint[name][...], value) for name, value in wanted.items())
 
 
 def test_what_accelerate_writes_is_a_folder_for_the_model_and_one_for_the_optimizer(

@@ -336,6 +336,16 @@ def test_what_is_there_is_never_touched(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(AlreadyExistsError):
         ckptkit.export(tmp_path / "run", link, to_format="safetensors")
+    # What comes while it is written, neither.
+    late = tmp_path / "late.safetensors"
+
+    def appear(_: int) -> None:
+        late.write_text("mine")
+
+    with pytest.raises(AlreadyExistsError):
+        ckptkit.export(tmp_path / "run", late, to_format="safetensors", progress=appear)
+    assert late.read_text() == "mine"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".late")]
 
 
 def test_a_damaged_step_leaves_nothing(tmp_path: Path) -> None:

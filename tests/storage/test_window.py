@@ -151,6 +151,24 @@ def test_no_memory_beyond_the_limit_while_the_next_part_is_put_together() -> Non
     ended(writer)
 
 
+def test_the_next_part_waits_for_nobody_who_may_wait_for_it() -> None:
+    window = UploadWindow([PIECE] * 4, PIECE, 2 * PIECE)
+    first_is_there = threading.Event()
+
+    def fill_later(number: int) -> None:
+        # As a checksum does, which stands behind what it is of.
+        with window.filling(number) as memory:
+            assert first_is_there.wait(30)
+            memory[:] = b"x" * PIECE
+
+    later = [begun(lambda number=number: fill_later(number)) for number in (1, 2)]
+    time.sleep(0.1)
+    ended(begun(lambda: fill(window, 0, b"a" * PIECE)))
+    first_is_there.set()
+    for thread in later:
+        ended(thread)
+
+
 def test_without_memory_for_one_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     window = UploadWindow([PIECE] * 5, PIECE, 2 * PIECE)
     fill(window, 1, b"b" * PIECE)
@@ -158,8 +176,10 @@ def test_without_memory_for_one_the_others_go_on(monkeypatch: pytest.MonkeyPatch
     in_hand = window.coming()
     in_hand.__enter__()
     outcomes: list[str] = []
+    refused = threading.local()
 
     def first() -> None:
+        refused.is_here = True
         with pytest.raises(MemoryError):
             fill(window, 0, b"a" * PIECE)
         outcomes.append("first")
@@ -167,7 +187,7 @@ def test_without_memory_for_one_the_others_go_on(monkeypatch: pytest.MonkeyPatch
     take = default_pool().take
 
     def refuse(size: int) -> object:
-        if threading.current_thread() is waiting[0]:
+        if hasattr(refused, "is_here"):
             raise MemoryError
         return take(size)
 

@@ -35,6 +35,7 @@ from ckptkit.model.document import parse_size
 from ckptkit.plan.read import batches
 from ckptkit.storage import Location, Store, open_store
 from ckptkit.storage.base.disk import entered, make_folders, refusals, sync_folder
+from ckptkit.storage.local import publish_once
 
 _WRITING = 4
 # More than there are cores: the file system then writes its journal once for several files.
@@ -143,7 +144,8 @@ def appearing(target: Path, only: str = "", name: str = "") -> Iterator[Path]:
                     written.mkdir(exist_ok=bool(name))
                     yield written
                     if only:
-                        (written / only).rename(target)
+                        # Minutes later: it may be there now, and somebody else's.
+                        publish_once(str(written / only), str(target))
                         shutil.rmtree(written)
                     else:
                         written = written.replace(target)

@@ -107,14 +107,14 @@ def with_optimizer(folder: Folder, model: ForeignStep) -> ForeignStep:
     }
     found = states_of(tree, str(folder.store.location))
     read = (*model.files, *has.files, *beside)
-    details = dict(model.details)
+    details, names = dict(model.details), {it.name for it in model.arrays}
     found.left_out |= details.pop("left_out", {}) | unread
     for name in (*beside, *_apart(folder)):
         found.left_out.pop(name, None)
     return replace(
         model,
         files={key: folder.size(key) for key in read},
-        arrays=[*model.arrays, *(it for it in found.arrays if it.role != "param")],
+        arrays=[*model.arrays, *(it for it in found.arrays if it.name not in names)],
         objects=[*model.objects, *found.objects],
         theirs={**found.theirs, **model.theirs},
         details=details | found.details,

@@ -336,10 +336,13 @@ class UploadWindow:
     def _may_take(self, number: int) -> bool:
         if self._used + self._length(number) <= self._most:
             return True
-        # More than that only so that not all wait for ever: where nothing is being filled or sent,
-        # no memory will come free. Then for the next block, or for any where nobody has that.
-        is_next = number == self._next or self._next not in self._waiting
-        return is_next and not (self._sendable() or self._may_leave(self._next) or self._busy)
+        # More than that only so that not all wait for ever: where nothing is being sent, no memory
+        # comes free before the next block leaves. Whoever fills a later one may wait for it.
+        if number == self._next:
+            return not self._sendable()
+        # Any other only where nobody has the next, or is about to have it.
+        is_coming = self._next in self._waiting or self._may_leave(self._next) or self._busy
+        return not (is_coming or self._sendable())
 
     def _length(self, number: int) -> int:
         """How much memory a block gets. Most get as much as the largest, so that what one gives
