@@ -271,16 +271,18 @@ def holds_step(folder: StepFolder, names: Collection[str]) -> bool:
     """Whether a folder with these names is that of a step, or of one that was begun. Others have a
     folder `data`, too: ours has folders of saves in it, with packs, or nothing yet.
     """
-    if MANIFEST in names or DATA not in names:
+    if MANIFEST in names or DATA not in names or _numbered(names):
         return MANIFEST in names
+    # With nothing in it, it says nothing: then the folder's own name does.
+    is_own = len(names) == 1 or step_number(folder.name or folder.store.location.name) is not None
     store, saves = folder.store, folder.store.children(folder.data())
     for save_id in saves[:_SOME_SAVES]:
         inside = store.children(folder.data(save_id))
         if any(map(is_pack, inside)) or (
-            not inside and stored_size(store, folder.data(save_id)) is None
+            is_own and not inside and stored_size(store, folder.data(save_id)) is None
         ):
             return True
-    return not saves
+    return is_own and not saves
 
 
 def step_folders(store: Store) -> dict[int, str]:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from ckptkit.errors import CkptkitError, GivenUpError, PeerError, UsageError
 from ckptkit.format.encoding import dumps, unpack
 from ckptkit.model import Strategy
+from ckptkit.storage.base.disk import refusals
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -322,7 +323,8 @@ class FileBarrier(_Barrier):
         if not 0 <= rank < world_size:
             raise UsageError(f"the rank has to be from 0 to below {world_size}", value=rank)
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
+        with refusals(str(path)):
+            path.mkdir(parents=True, exist_ok=True)
         super().__init__(rank, world_size, _Folder(path), timeout)
         # Only this rank writes such names, so what is there is of an earlier job or barrier.
         if any(path.glob(f"*-{rank}")):

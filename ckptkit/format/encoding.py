@@ -107,7 +107,10 @@ def canonical(value: object, path: str = "") -> bytes:
     """The value as bytes that do not tell in which order its dictionaries have their keys: what
     digests are made of, and what ranks are compared by (FORMAT section 11).
     """
-    return dumps(_in_order(value), path)
+    try:
+        return dumps(_in_order(value), path)
+    except RecursionError:
+        return dumps(value, path)  # which says why it cannot be
 
 
 def unpack(data: bytes | memoryview, where: str, depth: int = 0) -> Any:
@@ -319,7 +322,7 @@ def unseal(kind: str, data: bytes, where: str, packed: Collection[str] = ()) -> 
             raise FormatError("a key appears twice in one map", where=where, value=key)
         document[key] = bytes(value) if key in packed else unpack(value, where)
     last = list(document)[-1]
-    if last != "crc32" or document[last] is True or document[last] != stored:
+    if last != "crc32" or type(document[last]) is not int or document[last] != stored:
         raise FormatError("the last key is not the checksum", where=where, value=last)
     for key in ("format", "version", "crc32"):
         del document[key]

@@ -22,7 +22,8 @@ from ckptkit.model.strategy import Placement, Replicate, Shard, parse_placement
 Blocks: TypeAlias = "Expression | tuple[Expression, ...]"
 # It bounds the recursion, and the size of products.
 _MAX_LENGTH = 200
-_TEXT = re.compile(r"(\s*(\d{1,19}(?!\w)|[A-Za-z_]\w*\??|//|[-+*()]))+\s*", re.ASCII)
+# Possessive: a name read as several would be tried in 2**letters ways.
+_TEXT = re.compile(r"(\s*(\d{1,19}(?!\w)|[A-Za-z_]\w*+\??|//|[-+*()]))+\s*", re.ASCII)
 _GRAMMAR = "integers, names of sizes, + - * // and parentheses; a size ending in ? may be unknown"
 # Python has no `?`: it is read as the end of a name that no size can have.
 _OPTIONAL = "\u00f8"

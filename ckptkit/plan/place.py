@@ -258,15 +258,15 @@ def _staged(
     of as many stages.
     """
     pipes = {i: axis.size for i, axis in enumerate(source.mesh.axes) if axis.kind == "pp"}
-    if rules is not None and rules.pipeline is not None:
+    if count == 1:
+        yield from [Said(Stage(0), "the only stage")] * len(subjects)
+    elif rules is not None and rules.pipeline is not None:
         stages = _stages(subjects, rules.pipeline, count, rules.name)
         for subject in subjects:
             yield _by_pipeline(subject, rules, rules.pipeline, stages, count)
     elif pipes and math.prod(pipes.values()) == count:
         for subject in subjects:
             yield _stage_in_source(subject, pipes)
-    elif count == 1:
-        yield from [Said(Stage(0), "the only stage")] * len(subjects)
     else:
         raise RulesError(
             f"nothing says how layers are split into {count} stages", where=str(target), hint=_HINT

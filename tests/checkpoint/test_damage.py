@@ -252,3 +252,13 @@ def test_a_manifest_that_lies_is_found(whole: dict[str, bytes]) -> None:
     for change in changes:
         store = memory_with({**whole, MANIFEST: _resealed(whole[MANIFEST], change)})
         assert any(finding.kind == "mismatch" for finding in ckptkit.verify(store))
+
+
+def test_a_document_too_deep_to_read_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptkit.checkpoint.write.plan.GROUP_DOCUMENT", b"[" * 60000)
+        save(store, STATE, strategy="fsdp:2")
+    told = [str(finding) for finding in ckptkit.verify(store)]
+    assert told
+    assert all("does not say what the manifest says" in each for each in told)

@@ -11,6 +11,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import CkptkitError, LayoutError, PeerError
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Fill, Tensor, add, outcomes, random_values, save_by
@@ -211,3 +212,53 @@ def test_sliced_names_dims_of_the_array(dims: Any) -> None:
     ):
         writer.add("model/w", np.zeros((4, 4)), sliced=dims)
     assert "model/w" in str(caught.value)
+
+
+def test_a_writer_that_one_rank_cannot_make_is_told_to_all() -> None:
+    """Before it has a block to leave."""
+    errors: dict[int, CkptkitError] = {}
+
+    def run(barrier: Ranks) -> None:
+        how: dict[str, Any] = {"rank": barrier.rank, "barrier": barrier}
+        if barrier.rank:
+            how["details"] = {"x": object()}
+        with (
+            pytest.raises(CkptkitError) as caught,
+            Writer(MemoryStore(), step=1, strategy="ddp:2", **how) as writer,
+        ):
+            writer.add("w", np.zeros(3))
+        errors[barrier.rank] = caught.value
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in ThreadBarrier.group(2, 60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "cannot be stored" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "problem"),
+    [
+        (np.array([1, 2], "u4"), {"dtype": "float32"}, "the buffer is not of float32"),
+        (np.array([1, 2], "u2"), {"dtype": "float16"}, "the buffer is not of float16"),
+        (np.ma.masked_array([1.0, 2.0], [True, False]), {}, "a masked array"),
+        (np.zeros((1,) * 33), {}, "more than 32 dims"),
+    ],
+)
+def test_what_is_no_array_of_the_step_is_refused_as_it_is_added(
+    data: Any, options: dict[str, Any], problem: str
+) -> None:
+    with Writer(MemoryStore(), step=1) as writer:
+        with pytest.raises(CkptkitError, match=problem) as caught:
+            writer.add("model/w", data, **options)
+        assert "model/w" in str(caught.value)
+
+
+def test_numbers_of_numpy_are_a_shape_and_a_rank() -> None:
+    store, rank, sizes = MemoryStore(), np.int64(0), np.array([6])
+    with Writer(store, step=1, rank=rank) as writer:  # type: ignore[arg-type]  # as libraries count
+        writer.add("a", np.zeros(6), shape=tuple(sizes))
+        writer.add("b", np.zeros(6), shape=(6,))
+    with ckptkit.open(store) as checkpoint:
+        assert [checkpoint[name].shape for name in checkpoint] == [(6,), (6,)]

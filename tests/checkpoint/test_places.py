@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import ckptkit
 from ckptkit import Run, Writer
@@ -29,6 +30,25 @@ from tests.checkpoint.saving import assert_holds, files, outcomes, save, small_s
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = small_state()
+
+
+@pytest.mark.parametrize("left", ["data/", "data/raw/", "data"])
+def test_a_run_may_lie_in_a_folder_of_a_project(tmp_path: Path, left: str) -> None:
+    """Which may have a folder `data` of its own, or a file."""
+    run = tmp_path / "run"
+    save(run, STATE, strategy="fsdp:2", step=1)
+    place = run / left
+    place.touch() if left == "data" else place.mkdir(parents=True)
+    with ckptkit.open(run) as checkpoint:
+        assert checkpoint.step == 1
+    ckptkit.reshard(run, run, to="fsdp:1", step=2)
+    assert Run(run).steps() == [1, 2]
+    foreign = tmp_path / "foreign"
+    (foreign / left).parent.mkdir(parents=True, exist_ok=True)
+    (foreign / left).touch() if left == "data" else (foreign / left).mkdir(parents=True)
+    save_file({"w": np.zeros(3)}, foreign / "model.safetensors")
+    with ckptkit.open(foreign) as checkpoint:
+        assert list(checkpoint) == ["model/w"]
 
 
 def a_folder_that_is_not_there(root: Path) -> Path:

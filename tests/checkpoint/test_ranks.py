@@ -196,6 +196,12 @@ def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path, rank: int, ranks:
         FileBarrier(tmp_path, rank, ranks)
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CkptkitError, match="file"):
+        FileBarrier(tmp_path / "file", 0, 2)
+
+
 def test_one_rank_waits_for_nobody() -> None:
     barrier = OneRank()
     barrier.wait()

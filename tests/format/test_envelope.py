@@ -153,6 +153,10 @@ def test_a_checksum_that_is_not_the_uint32_at_the_end_is_refused() -> None:
     body = msgpack.packb({"format": KIND, "version": 1, "crc32": b"12345"})[:-5]
     with pytest.raises(FormatError):
         unseal(KIND, with_crc(body), "m")
+    array = msgpack.ExtType(3, msgpack.packb(["uint8", [5], b"\xce\0\0\0\0"]))
+    body = msgpack.packb({"format": KIND, "version": 1, "crc32": array})[:-5]
+    with pytest.raises(FormatError, match="last key"):
+        unseal(KIND, with_crc(body), "m")
 
 
 def test_a_kind_of_a_hostile_type_is_a_format_error() -> None:

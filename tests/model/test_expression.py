@@ -66,6 +66,8 @@ def test_any_arithmetic_is_that_of_python(text: str) -> None:
         "+" * 201,
         "(" * 100 + "1",
         "٣",
+        "num_attention_heads + head_dim / 2",
+        "a" * 190 + "%",
     ],
 )
 def test_nothing_else_is_read(text: str) -> None:

@@ -259,6 +259,12 @@ def test_nothing_is_unknown_where_no_axis_needs_a_rule() -> None:
         assert not [each for each in whole(to, tensors) if each.unknown]
 
 
+def test_one_stage_needs_no_layers() -> None:
+    rules = replace(RULES, default="replicate")
+    (placed, *_) = whole("pp:1", parameter("encoder.weight", (4, 4)), rules=rules)
+    assert str(placed.placements[0]) == "stage(0)"
+
+
 def test_without_any_rules_all_are_unknown() -> None:
     with pytest.raises(RulesError, match="no rule says how tp cuts 12 tensors"):
         whole("tp:2", [t for t in MODEL if t.role == "param" and "layers" not in t.name] * 6)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -161,7 +162,7 @@ def test_the_next_part_waits_for_nobody_who_may_wait_for_it() -> None:
             assert first_is_there.wait(30)
             memory[:] = b"x" * PIECE
 
-    later = [begun(lambda number=number: fill_later(number)) for number in (1, 2)]
+    later = [begun(partial(fill_later, number)) for number in (1, 2)]
     time.sleep(0.1)
     ended(begun(lambda: fill(window, 0, b"a" * PIECE)))
     first_is_there.set()

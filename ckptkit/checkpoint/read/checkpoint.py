@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -268,6 +268,9 @@ class Checkpoint(Closing):
 
     def __contains__(self, name: object) -> bool:
         return name in self._numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
 
     def first_row(self, name: str) -> int:
         """Where the chunks of an array begin in the columns of the manifest."""

@@ -352,7 +352,7 @@ class PackBytes:
             elif document is not None and data != document:
                 # Another version may write the same in other words.
                 said = None
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     said = json.loads(bytes(data))
                 if said != json.loads(document):
                     yield entry.offset, f"{entry.name} does not say what the manifest says"

@@ -8,22 +8,16 @@ import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from operator import call
+from operator import call, index
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, StepFolder, new_save_id, step_name, store_at
-from ckptkit.checkpoint.ranks import Ranks, ranks_for
+from ckptkit.checkpoint.ranks import Ranks, failing_together, ranks_for
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, share_out, uncollected
-from ckptkit.checkpoint.write.commit import (
-    commit,
-    discard,
-    gather,
-    refuse_committed,
-    tell_commit,
-)
+from ckptkit.checkpoint.write.commit import commit, discard, gather, refuse_committed, tell_commit
 from ckptkit.checkpoint.write.pack import Holding, Pack, pack_of, plan_of
 from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.errors import (
@@ -36,7 +30,15 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.format.array_table import ArrayTables
-from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
+from ckptkit.format.arrays import (
+    MAX_DIMS,
+    ROLES,
+    TOO_LARGE,
+    Alias,
+    ArrayInfo,
+    ArrayKind,
+    is_addressable,
+)
 from ckptkit.format.encoding import dumps, unpack
 from ckptkit.format.manifest import SaveInfo, pack_name
 from ckptkit.format.names import ancestors, checked_path
@@ -99,10 +101,12 @@ class Writer:
     ) -> None:
         self.strategy = Strategy.of(strategy)
         self.step = step
-        self.rank = rank
-        self._ranks = ranks_for(self.strategy, rank, barrier)
-        self._details = unpack(dumps(dict(details or {}), "details"), "details")
-        self._folder = StepFolder(store_at(location, storage_options), step_name(step))
+        self.rank = int(index(rank))
+        self._ranks = ranks_for(self.strategy, self.rank, barrier)
+        # The others meet here, and hear of what only this rank is refused.
+        with failing_together(self._ranks):
+            self._details = unpack(dumps(dict(details or {}), "details"), "details")
+            self._folder = StepFolder(store_at(location, storage_options), step_name(step))
         self._overwrite, self._progress = overwrite, progress
         self._chunk_bytes, self._threads = chunk_bytes, threads
         self._arrays: dict[str, Holding] = {}
@@ -156,7 +160,8 @@ class Writer:
             raise
         if shape is None and (data is None or not hasattr(data, "shape")):
             raise UsageError("the shape cannot be seen", where=name, hint="pass shape=…")
-        whole = tuple(data.shape if shape is None else shape)  # type: ignore[attr-defined]
+        sizes = data.shape if shape is None else shape  # type: ignore[attr-defined]
+        whole = tuple(int(index(size)) for size in sizes)
         later = None if sliced is None else tuple(sliced)
         key = whole, known.name, tuple((placements or {}).items()), role, later
         if key not in self._kinds:
@@ -167,7 +172,9 @@ class Writer:
             cuts = (given.get(axis, Replicate()) for axis in axes)
             row = tuple(parse_placement(cut) if isinstance(cut, str) else cut for cut in cuts)
             self._kinds[key] = self.kind(name, whole, known, row, role, later)
-        self._hold(name, self._kinds[key], data, of)
+        # What numpy lacks may come as raw bits.
+        lacking = known.numpy.type.__module__ != "numpy"
+        self._hold(name, self._kinds[key], data, of, may_be_bits=lacking)
 
     def kind(
         self,
@@ -181,6 +188,8 @@ class Writer:
         """What this rank holds of arrays as `name` is, to add many of them by `add_alike`."""
         if role not in ROLES:
             raise UsageError(f"a role is one of {', '.join(ROLES)}", where=name, value=role)
+        if len(shape) > MAX_DIMS:
+            raise LayoutError(f"more than {MAX_DIMS} dims", where=name, value=len(shape))
         if not is_addressable(shape, dtype):
             raise LayoutError(TOO_LARGE, where=name, value=shape)
         for dim in sliced or ():
@@ -197,11 +206,15 @@ class Writer:
     def add_alike(self, name: str, kind: HeldKind, data: object, of: str | None = None) -> None:
         """Add this rank's part of an array of a kind, as `add` does."""
         self._check_new(name)
-        self._hold(name, kind, data, of)
+        self._hold(name, kind, data, of, may_be_bits=True)
 
-    def _hold(self, name: str, kind: HeldKind, data: object, of: str | None) -> None:
+    def _hold(
+        self, name: str, kind: HeldKind, data: object, of: str | None, *, may_be_bits: bool
+    ) -> None:
         array, layout, part = kind
-        local = None if data is None else _raw_elements(name, data, part.shape, array.dtype)
+        local = None
+        if data is not None:
+            local = _raw_elements(name, data, part.shape, array.dtype, may_be_bits=may_be_bits)
         if local is None and not part.is_empty:
             raise UsageError("this rank holds a part, but no data was passed", where=name)
         if of is not None and of not in self._arrays:
@@ -435,39 +448,34 @@ class Writer:
             added = (*self._arrays, *self._aliases)
             clash = [other for other in added if other.startswith(f"{name}/")]
         if clash:
-            raise InvalidNameError(
-                "an array cannot have arrays below it", where=clash[0], value=name
-            )
+            what = "an array cannot have arrays below it"
+            raise InvalidNameError(what, where=clash[0], value=name)
 
 
 def _raw_elements(
-    name: str, data: object, shape: tuple[int, ...], dtype: DType
+    name: str, data: object, shape: tuple[int, ...], dtype: DType, *, may_be_bits: bool
 ) -> npt.NDArray[Any]:
     """Any buffer as an array of raw elements in the shape of the part, without a copy."""
-    if type(data) is np.ndarray and data.dtype is dtype.bits and data.shape == shape:
-        return data
+    is_raw = may_be_bits and type(data) is np.ndarray and data.dtype is dtype.bits
+    if is_raw and data.shape == shape:  # type: ignore[attr-defined]
+        return data  # type: ignore[return-value]
+    if isinstance(data, np.ma.MaskedArray):
+        raise UsageError("a masked array would lose its mask", where=name, hint="pass x.filled()")
     try:
         array = data if isinstance(data, np.ndarray) else np.asarray(memoryview(data))  # type: ignore[arg-type]  # what is no buffer raises
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            "neither an array nor a buffer",
-            where=name,
-            value=type(data).__name__,
-            hint="pass a numpy array, or anything with the buffer protocol and dtype=…",
-        ) from error
-    # What numpy lacks may come as raw bits, or as the signed integers that torch's `view` offers.
-    spellings = [dtype.numpy, dtype.bits]
+        what, hint = "neither an array nor a buffer", "pass an array, or a buffer and dtype=…"
+        raise UsageError(what, where=name, value=type(data).__name__, hint=hint) from error
+    # Or as the signed integers that torch's `view` offers.
+    spellings = [dtype.numpy, dtype.bits] if may_be_bits else [dtype.numpy]
     if dtype.numpy.type.__module__ != "numpy":
         spellings.append(np.dtype(f"<i{dtype.itemsize}"))
     if array.dtype not in spellings:
         # Bytes are taken for elements; elements of another type never for the bytes of this one.
         if array.dtype not in (np.uint8, np.int8, np.dtype("S1")) or not array.flags.c_contiguous:
-            raise LayoutError(
-                f"the buffer is not of {dtype.name}",
-                where=name,
-                value=array.dtype,
-                hint="pass little-endian elements of that dtype, or their contiguous bytes",
-            )
+            what = f"the buffer is not of {dtype.name}"
+            hint = "pass little-endian elements of that dtype, or their contiguous bytes"
+            raise LayoutError(what, where=name, value=array.dtype, hint=hint)
         if array.nbytes % dtype.itemsize:
             raise LayoutError(
                 f"{array.nbytes} bytes are not a whole number of {dtype.name} elements", where=name
