@@ -24,7 +24,7 @@ from ckptkit.cli.options import command
 from ckptkit.cli.output import CORRUPT, OK, PEER, Reply, emit
 
 import ckptkit
-from ckptkit.errors import AlreadyExistsError, PeerError
+from ckptkit.errors import AlreadyExistsError, PeerError, UsageError
 
 _ARRAY = "model/embed_tokens.weight"
 _STRATEGY = "fsdp:8"
@@ -148,6 +148,8 @@ def _place(folder: Path | None) -> Iterator[Path]:
                 folder = Path(stack.enter_context(TemporaryDirectory(prefix="ckpt-demo-")))
             yield folder
         return
+    if folder.parts and folder.parts[0].endswith(":"):
+        raise UsageError("not a local folder", value=str(folder), hint="name one, or none")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AlreadyExistsError(
             "there is something already", where=str(folder), hint="name a folder that is not there"

@@ -48,3 +48,10 @@ def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     assert ckpt("demo", tmp_path).exit_code == 2
     assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+
+
+def test_a_bucket_is_no_place_for_it() -> None:
+    result = ckpt("demo", "s3://bucket/demo")
+    assert result.exit_code == 2
+    assert "not a local folder" in result.stderr
+    assert not Path("s3:").exists()

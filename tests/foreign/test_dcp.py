@@ -66,6 +66,13 @@ class TestOneProcess(ForeignContract):
             assert checkpoint.step == 30
 
 
+def test_of_the_folders_of_lightning_the_newest_is_read(tmp_path: Path) -> None:
+    for step in (10, 9):
+        saved({"w": torch.full((2,), step)}, tmp_path / f"epoch=0-step={step}.ckpt")
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert (checkpoint.step, checkpoint["model/w"][...].tolist()) == (10, [10, 10])
+
+
 def test_a_model_with_buffers_has_its_optimizer_beside_it(tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(net.parameters())

@@ -20,7 +20,7 @@ from ckptkit.storage import Store, open_store
 if TYPE_CHECKING:
     from ckptkit.foreign.contents import ForeignManifest
 
-_NUMBERED = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[_-]?([0-9]{1,18})")
+_NUMBERED = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[_=-]?([0-9]{1,18})(?:\.ckpt)?")
 # As Orbax calls its steps; of others such folders are parts.
 _ONLY_NUMBER = re.compile("[0-9]{1,18}", re.ASCII)
 # Folders that are part of a checkpoint are entered where they are links, too; others may be large.
@@ -145,6 +145,10 @@ def find_foreign(store: Store) -> tuple[Store, str, ForeignManifest] | None:
     """
     names = store.children("")
     known = format_of(store, names)
+    if known and known.reader == _TORCH and isinstance(known.pattern, str):
+        # Lightning calls folders as others call files.
+        files = {it.key: it for it in store.list("", deep=False)}
+        known = known if known.fits([*files]) else None
     if known and known.reader:
         if isinstance(known.pattern, str):
             return store, "", _manifest(known.reader, _folder(store, names))
