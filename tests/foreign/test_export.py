@@ -309,6 +309,35 @@ def test_arrays_are_converted_renamed_and_left_out(tmp_path: Path) -> None:
     assert torch.equal(loaded["first.w"], torch.from_numpy(values).to(torch.bfloat16))
 
 
+def test_ties_to_other_groups_lose_nothing(tmp_path: Path) -> None:
+    values = {name: random_values((3, 2), seed=seed) for seed, name in enumerate("abc")}
+
+    def fill(writer: ckptkit.Writer) -> None:
+        add(writer, "ema/a", Tensor(values["a"]))
+        writer.add_alias("model/a", "ema/a")
+        add(writer, "model/b", Tensor(values["b"]))
+        writer.add_alias("shadow/b2", "model/b")
+        for name in "ab":
+            writer.add_alias(f"optimizer/{name}/exp_avg", "ema/c")
+        add(writer, "ema/c", Tensor(values["c"]), role="optimizer", of="model/a")
+        writer.add_object("optimizer", [{"groups": [{"params": ["a", "b"]}]}])
+
+    save_by(tmp_path / "run", fill)
+    for include in ((), ("--include", "*")):
+        out = tmp_path / f"{len(include)}.safetensors"
+        found = document("export", tmp_path / "run", out, "--to-format", "safetensors", *include)
+        assert found["tied"] == []
+        assert {"ema/a", "shadow/b2", "ema/c"} <= {*found["left_out"]}
+        loaded = load_numpy(out)
+        assert sorted(loaded) == ["a", "b"]
+        assert all(loaded[name].tobytes() == values[name].tobytes() for name in loaded)
+        whole = tmp_path / f"{len(include)}.pt"
+        ckpt("export", tmp_path / "run", whole, "--to-format", "torch", "--optimizer", *include)
+        state = torch.load(whole, weights_only=True)["optimizer"]["state"]
+        assert sorted(state) == ["a", "b"]
+        assert all(bytes(state[n]["exp_avg"].numpy()) == values["c"].tobytes() for n in state)
+
+
 def test_little_memory_and_large_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands of arrays, chunks that are read a little at a time, headers in pieces."""
     monkeypatch.setattr(files, "_SEGMENT", 1000)

@@ -220,29 +220,27 @@ def _tensors_of(
     include = selection.include or (f"{MODEL}/*", *state)
     choice = choose(manifest, replace(selection, include=include), sizes)
     check_numbers(checkpoint, choice)
-    arrays = [chosen for chosen in choice.arrays if chosen.name.startswith(groups)]
-    if not any(chosen.name.startswith(f"{MODEL}/") for chosen in arrays):
-        raise UsageError("nothing is left of the model", where=checkpoint.location)
     others: dict[str, list[str]] = {}
     for alias in choice.aliases:
         others.setdefault(alias.alias_of, []).append(alias.name)
     pairs = []
-    for chosen in arrays:
-        names = [chosen.name, *others.get(chosen.name, ())]
+    for chosen in choice.arrays:
         info = chosen.info
-        if chosen.name.startswith(f"{OPTIMIZER}/"):
-            _, *above, name = split(chosen.name)
+        # The first name of a tied tensor may be of a group that stays behind.
+        names = [chosen.name, *others.get(chosen.name, ())]
+        inner = [inner_name(name, "param") for name in names if name.startswith(groups[0])]
+        if inner:
+            plain = plain_name(inner)
+            tied = tuple(name for name in inner if name != plain)
+            pairs.append((chosen, NewTensor(plain, info.shape, info.dtype, tied)))
+        for state in (name for name in names if name.startswith(groups[1:])):
+            _, *above, name = split(state)
             if len(above) != 1 or "/" in name:
-                raise UsageError(
-                    "torch has no name for this state of the optimizer", where=chosen.name
-                )
+                raise UsageError("torch has no name for this state of the optimizer", where=state)
             place = (OPTIMIZER, "state", *above)
             pairs.append((chosen, NewTensor(name, info.shape, info.dtype, above=place)))
-            continue
-        inner = [inner_name(name, "param") for name in names]
-        plain = plain_name(inner)
-        tied = tuple(name for name in inner if name != plain)
-        pairs.append((chosen, NewTensor(plain, info.shape, info.dtype, tied)))
+    if not any(tensor.above == (MODEL,) for _, tensor in pairs):
+        raise UsageError("nothing is left of the model", where=checkpoint.location)
     into = {name: new for name, new in choice.names.items() if new.startswith(groups)}
     left_out = [name for name in checkpoint.arrays if name not in into]
     return pairs, _optimizer_objects(choice.objects), left_out
