@@ -148,21 +148,23 @@ def read_manifest(folder: StepFolder) -> Manifest:
     return decoded_manifest(folder, _stored(folder))
 
 
-def _stored(folder: StepFolder, most: int = MAX_DOCUMENT_BYTES) -> bytes:
-    data = manifest_bytes(folder, most)
+def _stored(folder: StepFolder, most: int = MAX_DOCUMENT_BYTES, *, checked: bool = False) -> bytes:
+    data = manifest_bytes(folder, most, checked=checked)
     if not data:
         names = folder.store.children(folder.name)
         raise _not_committed(folder, names, is_empty=data is not None)
     return data
 
 
-def manifest_bytes(folder: StepFolder, most: int = MAX_DOCUMENT_BYTES) -> bytes | None:
+def manifest_bytes(
+    folder: StepFolder, most: int = MAX_DOCUMENT_BYTES, *, checked: bool = False
+) -> bytes | None:
     """The manifest as it is stored, or its beginning where it has more than `most` bytes, in one
     request; None where there is none, and nothing in one that was only begun.
 
     Before a large one is in memory its ends are looked at: a file with a hole of 4 GiB costs
-    nothing to make. In a file system its checksum is compared first too; over a network that would
-    be a second read of all of it.
+    nothing to make. In a file system its checksum is compared first too; over a network, where that
+    is a second read of all of it, where `checked` asks for it.
     """
     store, key = folder.store, folder.key(MANIFEST)
     try:
@@ -176,18 +178,20 @@ def manifest_bytes(folder: StepFolder, most: int = MAX_DOCUMENT_BYTES) -> bytes 
             check_head(MANIFEST_KIND, bytes(source.fetch(0, _HEAD_BYTES)), where)
             tail = bytes(source.fetch(source.size - CRC_BYTES, CRC_BYTES))
             crc = int.from_bytes(tail[-4:], "big")
-            if not store.abilities.waits_for_answers and tail[0] == CRC_MARK:
+            is_near = not store.abilities.waits_for_answers
+            if (checked or is_near) and tail[0] == CRC_MARK:
                 crc = crc_of(source, 0, source.size - 4)
             check_sum(MANIFEST_KIND, tail, crc, where)
         with _in_memory(where, source.size):
             return store.read(key, 0, min(source.size, most))
 
 
-def read_head(folder: StepFolder) -> tuple[SaveInfo, int]:
+def read_head(folder: StepFolder, *, checked: bool = False) -> tuple[SaveInfo, int]:
     """What a listing shows of a step: the save without its details, and the bytes of its packs;
-    NotCommittedError or NotFoundError where there is no manifest.
+    NotCommittedError or NotFoundError where there is no manifest. With `checked` the checksum of a
+    large manifest is compared over a network too.
     """
-    data, where = _stored(folder, _AT_ONCE), folder.where(MANIFEST)
+    data, where = _stored(folder, _AT_ONCE, checked=checked), folder.where(MANIFEST)
     if len(data) < _AT_ONCE:
         check_sum(MANIFEST_KIND, data[-CRC_BYTES:], isal_zlib.crc32(memoryview(data)[:-4]), where)
     save, nbytes = Manifest.head(data, where)

@@ -105,3 +105,17 @@ def test_deleting_a_step_ends_its_uploads(run: RemoteStore) -> None:
     assert run.deleted[0][0] == "step-0000000002/manifest.msgpack"
     with pytest.raises(NotFoundError):
         Run(run).delete([2])
+
+
+def test_a_large_manifest_that_is_damaged_counts_for_nothing(
+    run: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "step-0000000002/manifest.msgpack"
+    good = run.behind.read(key)
+    monkeypatch.setattr("ckptkit.checkpoint.places._AT_ONCE", len(good) - 1)
+    monkeypatch.setattr("ckptkit.checkpoint.places._HEAD_BYTES", 256)
+    run.behind.put(key, good[:-20] + bytes([good[-20] ^ 1]) + good[-19:])
+    assert Run(run).prune(keep_last=2) == []
+    assert Run(run).steps() == [1, 2, 3]
+    run.behind.put(key, good)
+    assert [it.step for it in Run(run).prune(keep_last=2)] == [1]

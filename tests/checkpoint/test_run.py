@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import ckptkit
 from ckptkit import Run, Writer
 from ckptkit.checkpoint.run.run import Retention
 from ckptkit.errors import NotFoundError, StorageError, UsageError
+from ckptkit.format.manifest import Manifest
 from ckptkit.storage import LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import at_step, contents, memory_with
 from tests.checkpoint.watching import RecordingStore, operations_of
@@ -275,6 +277,16 @@ def test_steps_that_cannot_be_read_do_not_count_as_kept() -> None:
     Run(store).prune(keep_last=1, grace=0)
     with Run(store).open(2) as checkpoint:
         assert checkpoint["w"][0] == 2
+
+
+def test_of_all_the_manifests_one_is_decoded() -> None:
+    """That of the newest step: the others may be many, of many arrays each."""
+    store = save_steps(1, 2, 3, 4)
+    with patch.object(Manifest, "from_bytes", wraps=Manifest.from_bytes) as decoded:
+        Run(store).prune(keep_last=2)
+    assert Run(store).steps() == [3, 4]
+    (call,) = decoded.call_args_list
+    assert manifest(4) in call.args[1]
 
 
 def test_steps_are_deleted_by_number() -> None:

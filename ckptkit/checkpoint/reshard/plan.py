@@ -18,7 +18,6 @@ from ckptkit.checkpoint.places import (
     StepFolder,
     check_room,
     holds_step,
-    read_manifest,
     step_name,
     step_number,
     stores_at,
@@ -330,7 +329,7 @@ def _is_there(
         )
     there = committed_save_id(folder)
     if there == target.save.save_id and not overwrite:
-        if not is_whole(folder, read_manifest(folder)):
+        if not is_whole(folder):
             raise CorruptionError(
                 "the step is there already, made of the same step in the same way, and packs of it "
                 "are missing or cut off",

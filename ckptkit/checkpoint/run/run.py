@@ -28,7 +28,7 @@ from ckptkit.checkpoint.places import (
 from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers import numbered
-from ckptkit.format.manifest import Manifest, is_pack
+from ckptkit.format.manifest import SaveInfo, is_pack
 from ckptkit.model.display import Inline, card, table
 from ckptkit.model.document import counted, size_text, time_text
 from ckptkit.storage import Options, Store, Stored
@@ -314,28 +314,28 @@ def plan_prune(
     links = store.links()
     folders = {step: name for step, name in step_folders(store).items() if name not in links}
 
-    def read(name: str) -> Manifest | FormatError | None:
+    def read(name: str) -> SaveInfo | FormatError | None:
         try:
-            return read_manifest(StepFolder(store, name))
+            return read_head(StepFolder(store, name), checked=True)[0]
         except NotFoundError:
             return None
         except FormatError as error:
             return error
 
     found = zip(folders, ask_all(store, read, folders.values()), strict=True)
-    manifests = {step: each for step, each in found if not isinstance(each, FormatError)}
-    readable = {step: manifest for step, manifest in manifests.items() if manifest is not None}
+    saves = {step: each for step, each in found if not isinstance(each, FormatError)}
+    readable = {step: save for step, save in saves.items() if save is not None}
     older = sorted(step for step in readable if up_to is None or step <= up_to)
     if not retention.is_all:
-        while older and not is_whole(StepFolder(store, folders[older[-1]]), readable[older[-1]]):
+        while older and not is_whole(StepFolder(store, folders[older[-1]])):
             older.pop()
     kept = retention.kept(older).union(readable.keys() - older, retention.keep)
     # Without a grace all is old, whatever the clock says that things were stamped with.
     before = (time.time() if now is None else now) - grace if grace > 0 else math.inf
     removals = []
-    for step, manifest in manifests.items():
+    for step, save in saves.items():
         folder = StepFolder(store, folders[step])
-        named = None if manifest is None else manifest.save.save_id
+        named = None if save is None else save.save_id
         if named is not None and step not in kept:
             entries, keys = keys_of(folder)
             nbytes = _total(entries)
@@ -352,7 +352,7 @@ def plan_prune(
     else:
         # Of uploads that nothing was visible of yet no listing knows the step. Those beside the
         # steps may be anybody's.
-        unknown = {None, *(folders.keys() - manifests.keys())}
+        unknown = {None, *(folders.keys() - saves.keys())}
         left = _leftovers(store.leftovers(), before)
         removals += [removal for removal in left if removal.step not in unknown]
     return sorted(removals, key=lambda removal: -1 if removal.step is None else removal.step)
@@ -417,8 +417,14 @@ def clock_of(store: Store) -> float:
         store.delete(gone)
 
 
-def is_whole(folder: StepFolder, manifest: Manifest) -> bool:
-    """Whether all packs are there and none was cut off, without a look into them."""
+def is_whole(folder: StepFolder) -> bool:
+    """Whether the manifest can be read, and all packs are there and none was cut off, without a
+    look into them.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except (FormatError, NotFoundError):
+        return False
     data = folder.data(manifest.save.save_id)
     found = {entry.key: entry.size for entry in folder.store.list(data)}
     return all(found.get(f"{data}/{pack.name}") == pack.size for pack in manifest.packs)
@@ -479,7 +485,7 @@ def _old(entries: Sequence[Stored], before: float) -> bool:
 
 def _still_holds(store: Store, removal: Removal) -> bool:
     try:
-        named = read_manifest(StepFolder(store, removal.folder)).save.save_id
+        named = read_head(StepFolder(store, removal.folder), checked=True)[0].save_id
     except NotFoundError:
         return removal.kind == "orphan"
     except FormatError:
