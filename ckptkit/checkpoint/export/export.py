@@ -41,6 +41,7 @@ from ckptkit.errors import AlreadyExistsError, NotFoundError, UsageError
 from ckptkit.foreign.folder import CONFIG, parsed
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
 from ckptkit.format.objects import ObjectInfo
+from ckptkit.model import Box
 from ckptkit.model.document import counted, parse_size, size_text
 from ckptkit.storage import Options, Store, open_store
 from ckptkit.version import __version__
@@ -157,7 +158,8 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
                 for copied in _copied_beside(config):
                     keys.append(copied)
                     store.put(copied, config.read_whole(copied, _MOST_BESIDE))
-            check_huge_chunks(arrays, checkpoint, budget)
+            wholes = ((array, Box.whole(array.info.shape)) for array in arrays)
+            check_huge_chunks(wholes, checkpoint, budget)
             copier = ChunkCopier(checkpoint, budget)
             for file in missing:
                 # A folder is ours, and a file that fails may be there all the same. A single file

@@ -32,7 +32,7 @@ from ckptkit.checkpoint.write.plan import PackedArray, PackPlan, chunk_view, doc
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box
-from ckptkit.plan.chunks import chunks_to_write
+from ckptkit.plan.chunks import chunks_in, chunks_to_write
 from ckptkit.plan.read import Piece, Pieces, batches, coalesce, pieces_within
 from ckptkit.storage import Store, default_pool
 from ckptkit.storage.base.buffers import PAGE, copy_elements
@@ -254,15 +254,19 @@ def cast(array: Chosen, values: npt.NDArray[Any], stored: npt.NDArray[Any]) -> N
     stored[...] = found.view(target.bits)
 
 
-def check_huge_chunks(arrays: Iterable[Chosen], source: Checkpoint, budget: Budget) -> None:
-    """Compare the chunks that are too large to be read whole with their checksums, a little of each
-    at a time: when they are copied they are only read, some bytes here and there.
+def check_huge_chunks(
+    boxes: Iterable[tuple[Chosen, Box]], source: Checkpoint, budget: Budget
+) -> None:
+    """Compare the chunks that boxes are read from with their checksums, where these are too large
+    to be read whole, a little of each at a time: when they are copied they are only read, some
+    bytes here and there.
     """
-    starts, rows = source.manifest.starts, list[int]()
-    for number, info in {n: info for array in arrays for n, info in array.origins}.items():
-        if budget.is_huge(info):
-            rows += range(starts[number], starts[number + 1])
-    share_out(rows, partial(check_chunk, source), budget.workers)
+    starts, rows = source.manifest.starts, set[int]()
+    for array, box in boxes:
+        for number, info, part, _ in array.parts(box, np.broadcast_to(0, box.shape)):
+            if budget.is_huge(info):
+                rows.update((starts[number] + chunks_in(info.grid, part)).tolist())
+    share_out(sorted(rows), partial(check_chunk, source), budget.workers)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, Required, TypedDict, Unpack
@@ -53,6 +53,7 @@ from ckptkit.format.manifest import pack_name
 from ckptkit.model import Box, Strategy
 from ckptkit.model.display import bytes_picture, card, mesh_picture
 from ckptkit.model.document import counted, parse_size, size_text
+from ckptkit.plan.chunks import chunks_to_write
 from ckptkit.storage import Options, default_pool
 from ckptkit.storage.base.disk import link_in_the_way
 
@@ -281,7 +282,7 @@ class ReshardPlan(ReshardCost):
             missing = [rank for rank in self.ranks if rank not in finished]
             check_room(store, sum(self.bytes_by_rank[rank] for rank in missing), store.location)
             if missing:
-                check_huge_chunks(target.arrays, source, budget)
+                check_huge_chunks(_from_huge_chunks(target, missing, budget), source, budget)
             if options.is_here:
                 copy_packs(target, missing, source, store, budget, progress)
             else:
@@ -358,6 +359,28 @@ def _is_there(
             hint="name another run, delete the step first, or overwrite it (--overwrite)",
         )
     return False
+
+
+def _from_huge_chunks(
+    target: ReshardTarget, ranks: Sequence[int], budget: Budget
+) -> Iterator[tuple[TargetArray, Box]]:
+    """What some ranks write of the arrays that are read from chunks too large to be read whole. A
+    slice has to check these itself: the packs of one that was copied from damage would stay.
+    """
+    huge = [
+        number
+        for number, array in enumerate(target.arrays)
+        if any(budget.is_huge(info) for _, info in array.origins)
+    ]
+    if len(ranks) == target.world_size:
+        yield from ((target.arrays[n], Box.whole(target.arrays[n].info.shape)) for n in huge)
+        return
+    for rank in ranks if huge else ():
+        writes = chunks_to_write(target.owned, rank)
+        for number in huge:
+            array = target.arrays[number]
+            grid = array.info.grid
+            yield from ((array, grid.box(grid.index(n))) for n in writes[number].tolist())
 
 
 def _digest(source: Checkpoint, target: ReshardTarget, progress: Progress | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from ckptkit.errors import (
     StorageError,
 )
 from ckptkit.storage import LocalStore, MemoryStore
+from tests.checkpoint.remote import RemoteStore
 from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, saved
-from tests.checkpoint.saving import contents, files, memory_with
+from tests.checkpoint.saving import Tensor, contents, files, memory_with, random_values, same, save
 from tests.storage.counting import CountingStore
 from tests.storage.failing import EXIT_CODE, FailingStore
 
@@ -198,6 +200,35 @@ def test_slices_make_a_step_together(tmp_path: Path) -> None:
         assert_same_state(checkpoint)
     with pytest.raises(NotFoundError, match="every step is committed"):
         ckptkit.commit_packs(destination)
+
+
+def test_a_slice_checks_of_large_chunks_those_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ckptkit.checkpoint.reshard.target._LARGEST_CHUNK", 1 << 20)
+    whole, share = random_values((1280, 4096)), 5 << 20
+    source, destination = RemoteStore(), MemoryStore()
+    tensor = Tensor(whole, {"fsdp": "shard(0)"})
+    save(source, {"model/w": tensor}, strategy="fsdp:4", chunk_bytes=1 << 30)
+    (key,) = (e.key for e in source.list() if "rank-00002" in e.key)
+    good = source.behind.read(key)
+    source.behind.put(key, good[:share] + bytes([good[share] ^ 1]) + good[share + 1 :])
+    for number in range(4):
+        source.reset()
+        with pytest.raises(CorruptionError) if number < 2 else nullcontext():
+            ckptkit.reshard(source, destination, to="fsdp:8", engine=f"slice:{number}/4")
+        # Two chunks to check them, and for each of its two ranks a half of one.
+        assert source.bytes_read < 3.1 * share
+    source.behind.put(key, good)
+    with pytest.raises(NotFoundError, match="the first pack is missing"):
+        ckptkit.commit_packs(destination)
+    ckptkit.reshard(source, destination, to="fsdp:8", engine="slice:0/4")
+    with pytest.raises(NotFoundError, match="of the ranks 1, 5"):
+        ckptkit.commit_packs(destination)
+    ckptkit.reshard(source, destination, to="fsdp:8", engine="slice:1/4")
+    ckptkit.commit_packs(destination)
+    with ckptkit.open(destination) as checkpoint:
+        assert same(checkpoint["model/w"].read(), whole)
 
 
 def test_slices_replace_a_step_that_is_there(tmp_path: Path) -> None:
