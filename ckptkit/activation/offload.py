@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,7 +34,9 @@ from ckptkit.live.state.tensors import spread_as
 
 _LEAST = 4096  # bytes: what is smaller stays
 _AHEAD = 1  # forwards that are brought back before backward asks
+_RANGES = 4  # of one memory, before all of it is moved
 _Key = tuple[int, int, int]
+_Range: TypeAlias = "tuple[int, int, weakref.ref[Moved]]"
 _UsedBuffer = tuple[torch.Tensor, Sequence[torch.cuda.Event]]
 
 
@@ -111,7 +113,7 @@ class OffloadedForward:
         self._before = tuple(before)
         self._keep = keep
         self._owned = OwnedMemory(block)
-        self._moved: dict[_Key, tuple[weakref.ref[Any], weakref.ref[Any], weakref.ref[Moved]]] = {}
+        self._moved: dict[_Key, tuple[weakref.ref[Any], weakref.ref[Any], list[_Range]]] = {}
         self._all: weakref.WeakSet[Moved] = weakref.WeakSet()
         self._back: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
 
@@ -153,31 +155,52 @@ class OffloadedForward:
         # Tensors of one memory may count its changes each for itself; views count with their base.
         counter = tensor if tensor._base is None else tensor._base
         key = storage._cdata, id(counter), tensor._version
-        moved = None
-        if key in self._moved:
-            same_storage, same_counter, known = self._moved[key]
-            # The addresses alone may be those of others by now.
-            moved = known() if same_storage() is storage and same_counter() is counter else None
-        if moved is None:
+        known = self._moved.get(key)
+        # The addresses alone may be those of others by now.
+        if known is None or known[0]() is not storage or known[1]() is not counter:
             if storage._cdata in self._owned.storages():
                 return None
-            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            # The flat one counts its changes for itself.
-            moved = Moved(flat, self._memory, watched=tensor.detach())
-            if self._keep is not None:
-                self._keep(moved, flat.numel())
-            self._moved[key] = weakref.ref(storage), weakref.ref(counter), weakref.ref(moved)
-            self._all.add(moved)
+            known = self._moved[key] = weakref.ref(storage), weakref.ref(counter), []
+        start, moved = self._move(tensor, storage, known[2])
         return _View(
             moved,
             tensor.dtype,
             tensor.size(),
             tensor.stride(),
-            int(tensor.storage_offset()),
+            int(tensor.storage_offset()) - start // tensor.itemsize,
             is_conj=tensor.is_conj(),
             is_neg=tensor.is_neg(),
             spread=spread,
         )
+
+    def _move(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, ranges: list[_Range]
+    ) -> tuple[int, Moved]:
+        """What was moved that a tensor lies in, and where in the storage that begins. `ranges` of
+        this have been moved so far.
+
+        A few rows of much go without the rest, which may be nobody's: a cache of positions is for
+        longer sequences. Where more and more are saved, all goes at once.
+        """
+        total, steps = storage.nbytes(), zip(tensor.size(), tensor.stride(), strict=True)
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        last = sum((size - 1) * step for size, step in steps) if tensor.numel() else -1
+        end = begin + (last + 1) * tensor.itemsize
+        for start, stop, known in ranges:
+            if start <= begin and end <= stop and (there := known()) is not None:
+                return start, there
+        begin -= begin % _LEAST  # of whatever dtype the next view is
+        so_far = sum(stop - start for start, stop, _ in ranges) + end - begin
+        if 2 * (end - begin) >= total or so_far > total or len(ranges) >= _RANGES:
+            begin, end = 0, total
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)[begin:end]
+        # The flat one counts its changes for itself.
+        moved = Moved(flat, self._memory, watched=tensor.detach())
+        if self._keep is not None:
+            self._keep(moved, flat.numel())
+        ranges.append((begin, end, weakref.ref(moved)))
+        self._all.add(moved)
+        return begin, moved
 
 
 class OwnedMemory:

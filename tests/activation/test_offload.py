@@ -140,6 +140,36 @@ def test_each_memory_is_moved_once_and_comes_back_as_all_its_views() -> None:
     assert memory.in_use == 0
 
 
+class Rows(nn.Module):
+    """Saves some rows of what it makes, one by one."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.range = range(first, last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A sum over rows, in which each comes twice."""
+        y = x * 2
+        total = torch.zeros((), dtype=x.dtype)
+        for number in self.range:
+            total = total + (y[number : number + 1].sin() * y[number]).sum()
+        return total
+
+
+@pytest.mark.parametrize(("first", "last", "most"), [(7, 8, 1), (97, 100, 3), (0, 100, 132)])
+def test_a_few_rows_of_much_move_without_the_rest(first: int, last: int, most: int) -> None:
+    memory, block, row = HostMemory(), Rows(first, last), 8192
+    x = torch.randn(100, row // 8, dtype=torch.float64, requires_grad=True)
+    block(x).backward()
+    wanted = torch.as_tensor(x.grad).clone()
+    x.grad = None
+    loss = Offloaded(block, block.forward, memory)(x)
+    sines = (last - first) * row  # saved, too
+    assert memory.in_use <= sines + most * row
+    loss.backward()
+    assert torch.equal(torch.as_tensor(x.grad), wanted)
+
+
 def test_forwards_may_overlap() -> None:
     inputs, targets = batch()
     plain, moved = gpt(2, dropout=0.0), gpt(2, dropout=0.0)
@@ -250,7 +280,20 @@ class Conjugate(nn.Module):
         return torch.as_tensor((h * turned).abs() + turned.imag * h.real)
 
 
-@pytest.mark.parametrize("make", [Gated, Recurrent, Conjugate])
+class Halves(nn.Module):
+    """Saves rows as real numbers, and then the same as complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, dtype=torch.complex64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A product with the imaginary part."""
+        h = 2 * self.layer(x.to(torch.complex64))
+        return torch.as_tensor(torch.view_as_real(h)[20:24, :, 1].sin() * h[20:24].abs())
+
+
+@pytest.mark.parametrize("make", [Gated, Recurrent, Conjugate, Halves])
 def test_memory_is_known_by_more_than_its_place(make: Callable[[], nn.Module]) -> None:
     def trained(policy: str | None) -> list[torch.Tensor | None]:
         torch.manual_seed(0)
