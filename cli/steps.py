@@ -5,6 +5,7 @@ it again, or compare it with another.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from operator import attrgetter
@@ -60,7 +61,8 @@ def ls(run: str, *, storage_options: Options | None) -> Reply:
     is not committed was never finished, or is being written; its size is what is there. The newest
     step is the last one: numbers count, not times. A step whose folder is a symbolic link is shown
     as one: it is read, and never written or pruned. So are checkpoints of other programs in folders
-    such as step_100 or checkpoint-100, with their format.
+    such as step_100 or checkpoint-100, with their format. Where several have one number, the names
+    of their folders tell them apart.
     """
     found = _open(run, storage_options)
     steps: list[dict[str, Any]] = [
@@ -73,13 +75,15 @@ def ls(run: str, *, storage_options: Options | None) -> Reply:
             "problem": info.problem or None,
             "link": info.link or None,
             "format": info.format or None,
+            "folder": info.folder,
         }
         for info in sorted([*found.listing(), *found.foreign()], key=attrgetter("step"))
     ]
     rows = [("STEP", "SAVED", "SIZE", "STRATEGY", "STATE")]
-    before = None
+    before, numbers = None, Counter(step["step"] for step in steps)
     for step in steps:
         state = step["format"] or ("committed" if step["committed"] else "not committed")
+        state += f", in {step['folder']}" if numbers[step["step"]] > 1 else ""
         state += f", a link to {step['link']}" if step["link"] else ""
         state += f", but: {step['problem']}" if step["problem"] else ""
         strategy = step["strategy"] or "-"

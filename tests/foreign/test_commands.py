@@ -114,7 +114,16 @@ def test_ls_lists_numbered_ones_with_their_format(run: Path) -> None:
 
 def test_of_two_with_one_number_nobody_knows_which_is_meant(run: Path) -> None:
     shutil.copytree(run / "checkpoint-20", run / "optim_step_100")
-    assert [s["step"] for s in document("ls", run)["steps"]] == [20, 100, 100]
+    found = document("ls", run)["steps"]
+    assert [(s["step"], s["folder"]) for s in found] == [
+        (20, "checkpoint-20"),
+        (100, "checkpoint-100"),
+        (100, "optim_step_100"),
+    ]
+    first, *twice, _ = ckpt("ls", run).stdout.splitlines()[1:]
+    assert first.endswith("a Hugging Face model")
+    for line, name in zip(twice, ("checkpoint-100", "optim_step_100"), strict=True):
+        assert line.endswith(f"a Hugging Face model, in {name}")
     with pytest.raises(FormatError, match="the same number") as caught:
         ckptkit.open(run)
     assert caught.value.value == "['checkpoint-100', 'optim_step_100']"
@@ -129,6 +138,10 @@ def test_ls_lists_them_beside_steps_of_ours(run: Path) -> None:
     ckptkit.reshard(run / "checkpoint-20", run, to="fsdp:2")
     found = document("ls", run)["steps"]
     assert [(s["step"], s["strategy"]) for s in found] == [(20, "fsdp:2"), (20, None), (100, None)]
+    lines = ckpt("ls", run).stdout.splitlines()
+    assert lines[1].endswith("committed, in step-0000000020")
+    assert lines[2].endswith("a Hugging Face model, in checkpoint-20")
+    assert lines[3].endswith("a Hugging Face model")
 
 
 def test_verify_says_that_there_is_nothing_to_compare_with(model: Path) -> None:

@@ -55,6 +55,8 @@ class StepInfo:
     """What the step's folder leads to, where it is a symbolic link: it is read, and left alone."""
     format: str = ""
     """What it is, where ckptkit did not write it; no manifest commits it then."""
+    folder: str = ""
+    """The name of its folder."""
 
 
 class Run:
@@ -120,10 +122,10 @@ class Run:
 
     def listing(self) -> list[StepInfo]:
         """All steps, committed or not, ascending."""
-        folders = step_folders(self._store).items()
-        found = ask_all(self._store, lambda folder: self._info(*folder), folders)
-        links = self.links()
-        return [replace(info, link=links.get(info.step, "")) for info in found]
+        folders, links = step_folders(self._store), self.links()
+        infos = ask_all(self._store, lambda folder: self._info(*folder), folders.items())
+        found = zip(infos, folders.values(), strict=True)
+        return [replace(info, folder=name, link=links.get(info.step, "")) for info, name in found]
 
     def foreign(self) -> list[StepInfo]:
         """The checkpoints of others in numbered folders (`step_100`, `checkpoint-100`), ascending:
@@ -134,7 +136,7 @@ class Run:
         for number, below, known in numbered(self._store, names):
             files = below.list("")
             time = max((file.modified for file in files), default=None)
-            what: Any = {"time": time, "format": known.what}
+            what: Any = {"time": time, "format": known.what, "folder": below.location.name}
             found.append(StepInfo(number, committed=False, nbytes=_total(files), **what))
         return found[::-1]
 
@@ -418,9 +420,7 @@ def clock_of(store: Store) -> float:
 
 
 def is_whole(folder: StepFolder) -> bool:
-    """Whether the manifest can be read, and all packs are there and none was cut off, without a
-    look into them.
-    """
+    """Whether the manifest can be read, and all packs are there and none was cut off."""
     try:
         manifest = read_manifest(folder)
     except (FormatError, NotFoundError):
