@@ -119,6 +119,18 @@ class Failure:
         # Names of files need not be Unicode, and what cannot be said keeps the others waiting.
         return dumps([rank, *(text.encode(errors="backslashreplace").decode() for text in texts)])
 
+    @property
+    def error_type(self) -> type[CkptkitError]:
+        """The type that the error has there, if one of it can be made of what is said alone."""
+        unseen: list[type[CkptkitError]] = [CkptkitError]
+        while unseen:
+            kind = unseen.pop()
+            unseen += kind.__subclasses__()
+            is_ours = kind.__name__ == self.kind and kind.__module__.startswith("ckptkit.")
+            if is_ours and kind.__init__ is CkptkitError.__init__:
+                return kind
+        return GivenUpError
+
     def __str__(self) -> str:
         return f"rank {self.rank}: {f'{self.kind}: ' if self.kind else ''}{self.what}"
 
@@ -138,7 +150,7 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
         yield
     except Exception as error:
         first = ranks.leave(error)
-        kind = _kinds().get(first.kind, GivenUpError)
+        kind = first.error_type
         if first.rank == ranks.rank or type(error) is kind:
             raise
         raise first.error(ranks.failure, kind) from error
@@ -150,18 +162,6 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
 def in_one_line(error: BaseException) -> str:
     """An error in a log."""
     return f"{type(error).__name__}: {error}".replace("\n", "; ")
-
-
-def _kinds() -> dict[str, type[CkptkitError]]:
-    """The types of error, by name, that are made of what is said alone."""
-    found: dict[str, type[CkptkitError]] = {}
-    unseen: list[type[CkptkitError]] = [CkptkitError]
-    while unseen:
-        kind = unseen.pop()
-        unseen += kind.__subclasses__()
-        if kind.__init__ is CkptkitError.__init__ and kind.__module__.startswith("ckptkit."):
-            found[kind.__name__] = kind
-    return found
 
 
 class OneRank(Ranks):

@@ -136,7 +136,7 @@ def load_into(
         names = training.names(before.entries)
         for optimizer in training.optimizers:
             optimizer.prepare(names, match.optimizers.of_kind(optimizer.kind))
-        snapshot = with_optimizers(before, training) or look(training)
+        snapshot = with_optimizers(before, training, ranks) or look(training)
         check_wrappers(snapshot, match.objects)
         fillings, fresh = match.to_fill(checkpoint, snapshot)
         verify = options.verify and checkpoint.manifest.is_checked

@@ -45,7 +45,7 @@ from ckptkit.live.state.tensors import (
 )
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
-from ckptkit.live.wrappers import Training
+from ckptkit.live.wrappers import Model, Training
 from ckptkit.model import Placement, Shard, Stage, Strategy, Strided
 
 Trees: TypeAlias = Mapping[str, tuple[Any, dict[str, torch.Tensor], bool]]
@@ -116,18 +116,19 @@ def take_snapshot(
     """
     nested = _trees(training)
     trees = {name: tensor for _, inside, _ in nested.values() for name, tensor in inside.items()}
+    objects: dict[str, object] = {
+        f"extra/{n}": plain_extra(f"extra/{n}", v) for n, v in (extra or {}).items()
+    }
     topology = topology_of(world, training, mesh, ranks, trees.values())
     if last is not None and last.topology == topology:
         topology = last.topology  # which knows what it has found out
     has_stages = training.model is not None and training.model.is_staged
     known = rules_of(training, rules)
-    objects: dict[str, object] = {
-        f"extra/{n}": plain_extra(f"extra/{n}", v) for n, v in (extra or {}).items()
-    }
     entries: list[ModelEntry] = []
     states: list[list[StateEntry]] = []
     documents: list[dict[str, Any]] = []
     if training.model is not None:
+        _meet_before_collectives(training.model, topology, ranks)
         entries = training.model.entries()
         states, documents = _optimizers(training, entries)
     objects |= {group: skeleton for group, (skeleton, _, _) in nested.items()}
@@ -231,13 +232,23 @@ def _look(
     return here
 
 
-def with_optimizers(before: Snapshot, training: Training) -> Snapshot | None:
+def _meet_before_collectives(model: Model, topology: Topology, ranks: Ranks | None) -> None:
+    """Let all ranks be here where a model is read in collectives, which one that has failed would
+    not come to. The stages of a pipeline, which may differ in that, have met for its topology.
+    """
+    if ranks is not None and model.needs_collectives and topology.pipeline is None:
+        ranks.wait()
+
+
+def with_optimizers(before: Snapshot, training: Training, ranks: Ranks) -> Snapshot | None:
     """What was seen without the optimizers of a training, together with these; `before` is used up.
     None where they say how the job is spread, or stages may: that takes another look at everything.
     """
     is_said = any(optimizer.lines() for optimizer in training.optimizers)
     if is_said or before.topology.pipeline is not None:
         return None
+    if training.model is not None:
+        _meet_before_collectives(training.model, before.topology, ranks)
     collector = before.collector
     states, documents = _optimizers(training, before.entries)
     for state in states:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +26,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.live import Checkpointer, load, load_state, save
 from ckptkit.live.fill import fill
 from ckptkit.live.state.entries import StateMismatchError
+from ckptkit.live.state.ranks import current_world
 from tests.live.fsdp1_ways import WAYS, Way, as_job, ddp, make_adamw, restore, store
 from tests.live.network import PARTS, Block, network
 from tests.live.pool import JobError, Pool
@@ -202,6 +205,48 @@ def test_a_failure_of_one_rank_reaches_all(
     # What all ranks find together is told alike, what one of them found with who it was.
     assert problems[1 - rank] == problems[rank] or f"because of rank {rank}" in problems[1 - rank]
     assert told in problems[1 - rank]
+
+
+BROKEN = {
+    "state": "ckptkit.live.snapshot.tree_of",
+    "extra": "ckptkit.live.snapshot.plain_extra",
+    "optimizer": "ckptkit.live.wrappers.fsdp1.FSDP1Optimizer._kept_here",
+    "optimizer, what is not flat": "ckptkit.live.wrappers.fsdp1.PlainOptimizer.entries",
+    "load": "ckptkit.live.wrappers.fsdp1.FSDP1Optimizer.prepare",
+}
+
+
+def fail_on_rank_1(location: str, name: str) -> tuple[str, float]:
+    """What is said of it, and after how long; rank 1 lives on, as a job that tries again does."""
+    job = WAYS["full"].job(0)
+    job.train([0])
+    broken = mock.patch(name, mock.Mock(side_effect=MemoryError("no memory")))
+    objects: Any = {"model": job.model, "optimizer": job.optimizer, "state": {"own": {"x": 1}}}
+    began = time.monotonic()
+    with (  # noqa: PT012 — one of them fails in the load
+        broken if dist.get_rank() else nullcontext(),
+        pytest.raises((CkptkitError, MemoryError)) as caught,
+    ):
+        save(location, step=5, extra={"y": 1}, differing=["*seen"], timeout=20, **objects)
+        load(location, timeout=20, **objects)
+    took = time.monotonic() - began
+    store_of_job = current_world().rendezvous
+    assert store_of_job is not None
+    if dist.get_rank():
+        store_of_job.wait(["heard"])
+    else:
+        store_of_job.set("heard", "")
+    return str(caught.value), took
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_failure_before_a_collective_is_heard_at_once(
+    gloo: Pool, tmp_path: Path, what: str
+) -> None:
+    (heard, took), (own, _) = gloo.run(2, fail_on_rank_1, str(tmp_path), BROKEN[what], timeout=90)
+    assert own == "no memory"
+    assert "rank 1: MemoryError: no memory" in heard
+    assert took < 30  # the collective would end after 50 seconds
 
 
 def save_while_training_goes_on(location: str) -> None:

@@ -136,7 +136,7 @@ def _optimizer(optimizer: object, model: Model | None) -> PlainOptimizer:
     zero1 = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero1 is not None and isinstance(optimizer, zero1.ZeroRedundancyOptimizer):
         return Zero1Optimizer(optimizer)
-    if model is not None and any(map(has_fsdp1, model.submodules)):
+    if model is not None and model.needs_collectives:
         return fsdp1.FSDP1Optimizer(optimizer, model.modules)
     return PlainOptimizer(optimizer)
 
@@ -210,6 +210,11 @@ class Model:
         at a Model of its own, and modules may change between two.
         """
         return [modules.Submodules(every_module(module)) for module in self.modules]
+
+    @cached_property
+    def needs_collectives(self) -> bool:
+        """Whether its state, and that of its optimizers, is read in collectives."""
+        return any(map(has_fsdp1, self.submodules))
 
     def lines(self) -> list[Line]:
         """The lines of ranks that wrappers, DTensors and stages join."""

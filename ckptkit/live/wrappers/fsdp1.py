@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from ckptkit.checkpoint.ranks import Failure
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.encoding import dumps
 from ckptkit.live.state.entries import (
@@ -263,8 +265,13 @@ class FSDP1Optimizer(PlainOptimizer):
 
     def entries(self, names: Names) -> list[StateEntry]:
         """Copies of this rank's rows of what is kept. A collective."""
-        found = super().entries({**names, **self._whole})
-        for flat, kept in zip(self._flats, self._kept(self._flats), strict=True):
+        found: list[StateEntry] = []
+        problem: Exception | None = None
+        try:
+            found = super().entries({**names, **self._whole})
+        except Exception as error:  # noqa: BLE001 — raised once the others know
+            problem = error
+        for flat, kept in zip(self._flats, self._kept(self._flats, problem), strict=True):
             found += self._entries_of(flat, kept)
         return found
 
@@ -295,35 +302,42 @@ class FSDP1Optimizer(PlainOptimizer):
         shared = {piece.holder for flat in self._flats for piece in flat.slices}
         return [p for p in super().parameters() if p not in shared]
 
-    def _kept(self, flats: Sequence[Flat]) -> list[_KeptByName]:
+    def _kept(self, flats: Sequence[Flat], problem: Exception | None = None) -> list[_KeptByName]:
         """What all ranks keep, for each flat parameter: with the original parameters, ranks that
-        have no elements of one know nothing of its state.
+        have no elements of one know nothing of its state. With a `problem` of this rank all raise.
         """
         found: list[_KeptByName] = []
         groups: dict[dist.ProcessGroup, list[int]] = {}
         for number, flat in enumerate(flats):
-            found.append(self._kept_here(flat))
             if flat.keeps_originals and flat.group is not None:
                 groups.setdefault(flat.group, []).append(number)
+        told: dict[int, Any] = {}
+        try:
+            if problem is None:
+                found = [self._kept_here(flat) for flat in flats]
+                told = {n: tensors_inline(found[n]) for n in chain(*groups.values())}
+                dumps(list(told.values()))
+        except Exception as error:  # noqa: BLE001 — raised once the others know
+            problem = error
         for group, numbers in groups.items():
-            # No rank can leave a collective: what one cannot say all raise.
-            problem, mine = "", [tensors_inline(found[number]) for number in numbers]
-            try:
-                dumps(mine)
-            except UnsupportedTypeError as error:
-                problem, mine = str(error), []
+            # No rank can leave a collective: what goes wrong on one all raise.
+            mine: object = [told.get(number) for number in numbers]
+            if problem is not None:
+                mine = Failure.of(dist.get_rank(), problem).said()
             # By way of the device that FSDP communicates with.
             world, device = World(group.rank(), group.size()), flats[numbers[0]].device
-            heard = GroupRanks(world, group, device).agree([problem, mine], list)
-            for rank, (problem, _) in zip(dist.get_process_group_ranks(group), heard, strict=True):
-                if problem:
-                    raise UnsupportedTypeError(f"rank {rank}: {problem}")
-            for number, *of_ranks in zip(numbers, *(said for _, said in heard), strict=True):
+            heard = GroupRanks(world, group, device).agree(mine, list)
+            if failures := [said for said in heard if isinstance(said, bytes)]:
+                first = Failure.heard(failures[0])
+                raise problem or first.error("the optimizer was not read", first.error_type)
+            for number, *of_ranks in zip(numbers, *heard, strict=True):
                 together: _KeptByName = {}
                 for kept in of_ranks:  # of each value what the first rank says that has it
                     for name, by_key in put_tensors(kept, no_tensor, "a rank").items():
                         together[name] = by_key | together.get(name, {})
                 found[number] = together
+        if problem is not None:
+            raise problem
         return found
 
     def _kept_here(self, flat: Flat) -> _KeptByName:
