@@ -5,6 +5,7 @@ for any strategy, and the whole on rank 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, in_group, join, split
@@ -24,7 +26,7 @@ from ckptkit.live.resume import completed, hand_over, made_of, trained_by
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.entries import Saved, SavedState, StateMismatchError
 from ckptkit.live.state.parts import HandCuts, LiveTensor
-from ckptkit.live.state.ranks import Documents, current_world
+from ckptkit.live.state.ranks import Documents, current_world, meeting
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
 from ckptkit.live.wrappers import Model, Training
 from ckptkit.model import DTYPES, Box, Strategy
@@ -161,25 +163,30 @@ class DistributedModel:
         """Take over a shard of the same rank of a job of the same layout; where that is another on
         some rank, all raise, and the model has not changed.
         """
-        training = self._training()
-        before = self._snapshot(replace(training, optimizers=()))
-        problem = shard.objection(_metadata(before, training), "model")
-        mine = ", ".join(each.kind for each in training.optimizers)
-        there = ", ".join(document["kind"] for document in shard.optimizers)
-        if not problem and mine and mine != there:
-            problem = f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
-        self._exchange.agree({}, problem=problem)
-        names, saved = training.names(before.entries), shard.saved_state()
-        for each in training.optimizers:
-            each.prepare(names, saved)
-        snapshot = self._snapshot(training)
-        here = _metadata(snapshot, training)
-        problem = shard.objection(here, "optimizer") if training.optimizers else ""
-        self._exchange.agree({}, problem=problem)
-        with torch.no_grad():
-            for held in snapshot.tensors:
-                held.local.copy_(shard.tensors[held.name])
-        hand_over(training, snapshot, shard.values, shard.optimizers)
+        with self._meeting() as ranks:
+            training = self._training()
+            before = self._snapshot(replace(training, optimizers=()))
+            problem = shard.objection(_metadata(before, training), "model")
+            mine = ", ".join(each.kind for each in training.optimizers)
+            there = ", ".join(document["kind"] for document in shard.optimizers)
+            if not problem and mine and mine != there:
+                problem = f"the optimizer here is {mine}, "
+                problem += f"the shard has the state of {there or 'none'}"
+            ranks.wait()
+            self._exchange.agree({}, problem=problem)
+            names, saved = training.names(before.entries), shard.saved_state()
+            for each in training.optimizers:
+                each.prepare(names, saved)
+            ranks.wait()  # of FSDP1 the optimizer is looked at in a collective
+            snapshot = self._snapshot(training)
+            here = _metadata(snapshot, training)
+            problem = shard.objection(here, "optimizer") if training.optimizers else ""
+            ranks.wait()
+            self._exchange.agree({}, problem=problem)
+            with torch.no_grad():
+                for held in snapshot.tensors:
+                    held.local.copy_(shard.tensors[held.name])
+            hand_over(training, snapshot, shard.values, shard.optimizers)
 
     def local_state_dict(self) -> StateDict:
         """What this rank holds, in the model's own memory where it has it as it is."""
@@ -189,45 +196,56 @@ class DistributedModel:
 
     def full_state_dict(self) -> StateDict | None:
         """All of it, in host memory, on rank 0; None on the others."""
-        _, held, tied, values = self._look(Training(Model(self.model)))
-        plan = self._exchange.agree(held, values=values, tied=tied)
-        tensors = self._exchange.gather(plan, held)
+        with self._meeting() as ranks:
+            _, held, tied, values = self._look(Training(Model(self.model)))
+            ranks.wait()
+            plan = self._exchange.agree(held, values=values, tied=tied)
+            tensors = self._exchange.gather(plan, held)
         if tensors is None:
             return None
         return tensors | {name: tensors[of] for name, of in plan.tied.items()} | plan.values
 
     def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `local_state_dict` gave on this rank of a job of the same layout."""
-        training = Training(Model(self.model))
-        snapshot, held, tied, values = self._look(training)
-        known = {n: (tuple(h.local.shape), h.local.dtype) for n, h in held.items()}
-        problem = _objection(known, tied, values, state)
-        self._exchange.agree({}, problem=problem)
-        with torch.no_grad():
-            for name, each in held.items():
-                each.local.copy_(_tensor(state, name, tied))
-        hand_over(training, snapshot, {name: state[name] for name in values}, [])
+        with self._meeting() as ranks:
+            training = Training(Model(self.model))
+            snapshot, held, tied, values = self._look(training)
+            known = {n: (tuple(h.local.shape), h.local.dtype) for n, h in held.items()}
+            problem = _objection(known, tied, values, state)
+            ranks.wait()
+            self._exchange.agree({}, problem=problem)
+            with torch.no_grad():
+                for name, each in held.items():
+                    each.local.copy_(_tensor(state, name, tied))
+            hand_over(training, snapshot, {name: state[name] for name in values}, [])
 
     def load_full_state_dict(self, state: Mapping[str, Any] | None = None) -> None:
         """Take over what rank 0 has of `full_state_dict`; what others pass is ignored."""
-        training = Training(Model(self.model))
-        snapshot, held, tied, values = self._look(training)
-        plan = self._exchange.agree(held, values=values, tied=tied)
-        given: StateDict = {}
-        if state is None:
-            problem = "rank 0 has to pass the whole state"
-        else:
-            known = {n: (s[0].shape, s[0].torch_dtype) for n, s in plan.tensors.items()}
-            problem = _objection(known, plan.tied, plan.values, state)
-            given = {} if problem else {name: state[name] for name in plan.values}
-        problem, given = self._exchange.from_first((problem, given))
-        if problem:
-            raise StateMismatchError(problem)
-        wholes = {}
-        if self._world.rank == 0 and state is not None:
-            wholes = {name: _tensor(state, name, plan.tied) for name in plan.tensors}
-        self._exchange.hand_out(plan, held, wholes)
-        hand_over(training, snapshot, given, [])
+        with self._meeting() as ranks:
+            training = Training(Model(self.model))
+            snapshot, held, tied, values = self._look(training)
+            ranks.wait()
+            plan = self._exchange.agree(held, values=values, tied=tied)
+            given: StateDict = {}
+            if state is None:
+                problem = "rank 0 has to pass the whole state"
+            else:
+                known = {n: (s[0].shape, s[0].torch_dtype) for n, s in plan.tensors.items()}
+                problem = _objection(known, plan.tied, plan.values, state)
+                given = {} if problem else {name: state[name] for name in plan.values}
+            ranks.wait()
+            problem, given = self._exchange.from_first((problem, given))
+            if problem:
+                raise StateMismatchError(problem)
+            wholes = {}
+            if self._world.rank == 0 and state is not None:
+                wholes = {name: _tensor(state, name, plan.tied) for name in plan.tensors}
+            self._exchange.hand_out(plan, held, wholes)
+            hand_over(training, snapshot, given, [])
+
+    def _meeting(self) -> AbstractContextManager[Ranks]:
+        """Ranks, to be waited for before each collective: one that has failed would not come."""
+        return meeting(self._world, "model", failure="the state of the model did not move")
 
     def _training(self) -> Training:
         return Training.of(model=self.model, optimizer=self._optimizer)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -210,6 +212,42 @@ def test_a_wrong_part_on_one_rank_is_named_on_all(gloo: Pool, layout: str) -> No
     one, other = gloo.run(2, load_wrong_on_rank_1, layout)
     assert one == other
     assert "rank 1: the state does not fit\nreshaped: " + CUT in one
+
+
+def fail_on_rank_1(layout: str, call: str, where: str) -> str:
+    job = build(layout)
+    model = DistributedModel(job.model, job.optimizer)
+    given: dict[str, Any] = {
+        "load_local_shard": [model.local_shard()],
+        "load_local_state_dict": [model.local_state_dict()],
+        "load_full_state_dict": [whole_state()],
+    }
+    broken = mock.patch(where, side_effect=MemoryError("no memory"))
+    with (
+        nullcontext() if is_first() else broken,
+        pytest.raises((CkptkitError, MemoryError)) as caught,
+    ):
+        getattr(model, call)(*given.get(call, []))
+    assert (model.full_state_dict() is not None) == is_first()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "call", "where"),
+    [
+        ("ddp:2", "full_state_dict", "shards.take_snapshot"),
+        ("fsdp2:2", "load_local_shard", "shards.LocalShard.objection"),
+        ("fsdp1:2", "load_local_shard", "wrappers.fsdp1.FSDP1Optimizer.prepare"),
+        ("ddp:2", "load_local_state_dict", "shards._objection"),
+        ("ddp:2", "load_full_state_dict", "shards._objection"),
+    ],
+)
+def test_an_error_of_one_rank_is_heard_by_the_others(
+    gloo: Pool, layout: str, call: str, where: str
+) -> None:
+    heard, own = gloo.run(2, fail_on_rank_1, layout, call, f"ckptkit.live.{where}")
+    assert own == "no memory"
+    assert "because of rank 1: MemoryError: no memory" in heard
 
 
 def of_two_stages() -> None:
