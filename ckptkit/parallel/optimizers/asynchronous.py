@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.ranks import in_one_line
+from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.live.state.entries import parameter_names
 from ckptkit.live.state.ranks import World, current_world, meeting
@@ -65,30 +65,34 @@ class AsynchronousSGD:
         timeout: float = 60.0,
         on_loss: str = "fail",
     ) -> None:
-        self._world = current_world()
+        self._world = world = current_world()
         self._timeout = timeout
-        self._workers = _ranks("workers", workers, self._world)
-        if on_loss not in ("fail", "continue"):
-            raise UsageError('on_loss is "fail" or "continue"', value=on_loss)
-        if staleness is not None and staleness < 0:
-            raise UsageError("a number of steps", where="staleness", value=staleness)
-        names = parameter_names(Model(model).entries())
-        self._parameters = {name: p for p, name in names.items() if p.requires_grad}
-        sizes = {name: p.nbytes for name, p in self._parameters.items()}
-        of = _ranks("servers", servers, self._world)
-        owners = owners_of(sizes, len(of))
-        self._shares = {
-            server: [name for name, owner in owners.items() if owner == at]
-            for at, server in enumerate(of)
-        }
-        self._clocks = Clocks(self._workers, staleness, timeout, goes_on=on_loss == "continue")
-        own = {name: self._parameters[name] for name in self._shares.get(self._world.rank, ())}
-        self._shard = ParameterShard(own, optimizer) if own else None
+        self._access: dict[int, InProcess | OverSocket] = {}
         self._server: Listener | None = None
         self._met: dict[str, Any] | None = {}
         self._closed = False
-        self._access = self._connect()
-        self._pull()
+        begins = meeting(world, "asynchronous", timeout, "no training begins")
+        with ExitStack() as begun, begins as ranks:
+            begun.callback(self._end)  # unless all goes well
+            self._workers = _ranks("workers", workers, world)
+            if on_loss not in ("fail", "continue"):
+                raise UsageError('on_loss is "fail" or "continue"', value=on_loss)
+            if staleness is not None and staleness < 0:
+                raise UsageError("a number of steps", where="staleness", value=staleness)
+            names = parameter_names(Model(model).entries())
+            self._parameters = {name: p for p, name in names.items() if p.requires_grad}
+            sizes = {name: p.nbytes for name, p in self._parameters.items()}
+            of = _ranks("servers", servers, world)
+            self._shares: dict[int, list[str]] = {server: [] for server in of}
+            for name, owner in owners_of(sizes, len(of)).items():
+                self._shares[of[owner]].append(name)
+            self._clocks = Clocks(self._workers, staleness, timeout, goes_on=on_loss == "continue")
+            own = {name: self._parameters[name] for name in self._shares.get(world.rank, ())}
+            self._shard = ParameterShard(own, optimizer) if own else None
+            self._connect(ranks)
+            self._pull()
+            ranks.wait()
+            begun.pop_all()
 
     @property
     def steps(self) -> dict[int, int]:
@@ -195,27 +199,23 @@ class AsynchronousSGD:
             for name, value in zip(self._shares[server], values, strict=True):
                 self._parameters[name].copy_(value)
 
-    def _connect(self) -> dict[int, InProcess | OverSocket]:
+    def _connect(self, ranks: Ranks) -> None:
         """Reach all servers; a rank that is no worker asks them too, when all meet."""
-        world, shard, clocks = self._world, self._shard, self._clocks
-        with meeting(world, "asynchronous", self._timeout, "no training begins") as ranks:
-            hosts = ranks.agree(socket.gethostname(), list)
-            address = None
-            if shard is not None and world.size > 1:
-                host, token = own_address(hosts), secrets.token_bytes()
-                self._server = Listener(host, token, partial(answer_worker, shard, clocks))
-                address = host, self._server.port, token
-            addresses = ranks.agree(address, list)
-        found: dict[int, InProcess | OverSocket] = {}
+        shard, clocks, rank = self._shard, self._clocks, self._world.rank
+        hosts = ranks.agree(socket.gethostname(), list)
+        address = None
+        if shard is not None and self._world.size > 1:
+            host, token = own_address(hosts), secrets.token_bytes()
+            self._server = Listener(host, token, partial(answer_worker, shard, clocks))
+            address = host, self._server.port, token
+        addresses = ranks.agree(address, list)
         for server, names in self._shares.items():
-            if server == world.rank and shard is not None:
-                found[server] = InProcess(shard, clocks, world.rank)
+            if server == rank and shard is not None:
+                self._access[server] = InProcess(shard, clocks, rank)
             elif names:
                 nbytes = sum(self._parameters[name].nbytes for name in names)
-                found[server] = OverSocket(
-                    server, addresses[server], world.rank, nbytes, self._timeout
-                )
-        return found
+                reached = OverSocket(server, addresses[server], rank, nbytes, self._timeout)
+                self._access[server] = reached
 
     def _check_open(self) -> None:
         if self._closed:

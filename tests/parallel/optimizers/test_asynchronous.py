@@ -7,16 +7,18 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ckptkit.errors import PeerError, UsageError
+from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.live.state import sockets
 from ckptkit.live.state.sockets import Listener
@@ -335,6 +337,29 @@ def test_an_answer_to_another_question_is_refused() -> None:
     with pytest.raises(PeerError, match=r"another question.*'pull'"):
         access.steps()
     listener.close()
+
+
+def begin_where_rank_1_fails(where: str) -> tuple[str, bool, list[str]]:
+    """What is said, whether at once, and the threads that are left."""
+    module = "ckptkit.parallel.optimizers.asynchronous"
+    broken = mock.patch(f"{module}.{where}", side_effect=MemoryError("no memory"))
+    began = time.monotonic()
+    with (
+        broken if dist.get_rank() == 1 else nullcontext(),
+        pytest.raises((PeerError, GivenUpError, MemoryError)) as caught,
+    ):
+        AsynchronousSGD(network(), SGD, timeout=40)
+    took = time.monotonic() - began
+    left = [each.name for each in threading.enumerate() if each.name.startswith("ckptkit")]
+    return str(caught.value), took < 20, left
+
+
+@pytest.mark.parametrize("where", ["_ranks", "ParameterShard", "own_address", "connect"])
+def test_no_training_begins_where_a_rank_cannot(gloo: Pool, where: str) -> None:
+    first, own, last = gloo.run(3, begin_where_rank_1_fails, where)
+    assert own == ("no memory", True, [])
+    heard = "no training begins, because of rank 1: MemoryError: no memory"
+    assert first == last == (heard, True, [])
 
 
 @pytest.mark.parametrize(
