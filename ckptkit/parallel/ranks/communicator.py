@@ -185,7 +185,7 @@ class Communicator(Closing):
         """What rank `src` has for this one, as the rows of a tensor; what the others pass is
         ignored.
         """
-        given = list(values) if self.rank == src and values is not None else ()
+        given: Any = values if self.rank == src and values is not None else ()
         return self._exchange("scatter", given, src=src, is_cut=True)[0]
 
     def all_to_all(self, values: Sequence[object]) -> list[Any]:
@@ -344,24 +344,26 @@ class Communicator(Closing):
         way to this exchange, and would wait in it. So it tells them its problem first.
         """
         told: list[tuple[torch.Tensor, TensorForm]] = []
-        problem: CkptkitError | None = None
+        problem: Exception | None = None
         try:
             told = [packed(value, f"{name}[{n}]") for n, value in enumerate(given)]
             for rank in ranks or ():
                 self._check_rank(rank, name)
             if ranks is not None and len(set(ranks)) < max(1, len(ranks)):
-                raise UsageError("a group is one or more different ranks", value=ranks)
+                raise UsageError("a group is one or more different ranks", value=ranks)  # noqa: TRY301
             if count and len(told) != count:
-                raise LayoutError(f"{len(told)} tensors are not one for each of the {count} ranks")
+                raise LayoutError(f"{len(told)} tensors are not one for each of the {count} ranks")  # noqa: TRY301
             if check is not None:
                 check([form for _, form in told])
-        except CkptkitError as error:
-            error.where = error.where or name
+        except Exception as error:  # noqa: BLE001 — raised once the others know
             problem = error
         if problem is None:
             call = Call(name, options, tuple(form for _, form in told))
-        else:
+        elif isinstance(problem, CkptkitError):
+            problem.where = problem.where or name
             call = Call(name, options, problem=f"{problem}")
+        else:
+            call = Call(name, options, problem=f"{type(problem).__name__}: {problem}")
         with self._carrying(name) as carrier:
             heard = carrier.exchange(call.encode())
         if problem is not None:

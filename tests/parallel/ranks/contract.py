@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 import numpy as np
@@ -316,6 +316,21 @@ def a_rank_that_cannot_make_a_call_tells_the_others(comm: Communicator) -> None:
     comm.barrier()
 
 
+def any_error_of_one_rank_is_told_to_the_others(comm: Communicator) -> None:
+    class Broken(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise ValueError("of my own")
+
+    last = comm.world_size - 1
+    is_odd = comm.rank == last
+    with pytest.raises(ValueError if is_odd else PeerError, match="of my own") as caught:
+        comm.all_to_all(Broken() if is_odd else [1] * comm.world_size)
+    assert is_odd or f"rank {last} cannot make this call: ValueError: " in str(caught.value)
+    with pytest.raises(TypeError if is_odd else PeerError, match=r"int.* is not iterable"):
+        comm.scatter(5 if is_odd else None, last)  # type: ignore[arg-type]
+    comm.barrier()
+
+
 def what_cannot_be_is_refused_with_a_reason(comm: Communicator) -> None:
     beyond = comm.world_size
     cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
@@ -364,6 +379,7 @@ CONTRACT = {
         ranks_of_different_groups_can_still_form_one,
         ranks_that_disagree_all_hear_of_it_and_go_on,
         a_rank_that_cannot_make_a_call_tells_the_others,
+        any_error_of_one_rank_is_told_to_the_others,
         what_cannot_be_is_refused_with_a_reason,
     )
 }
