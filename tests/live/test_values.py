@@ -6,10 +6,10 @@ import datetime
 import enum
 import random
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -417,6 +417,36 @@ def test_tensors_of_each_rank_are_filled_themselves(tmp_path: Path, kind: Any, c
     assert not any(each.any() for each in mine)
     load(tmp_path, state=state(*mine), partial=True)
     assert [bool(each.any()) for each in mine] == [True, True, False]
+
+
+class Pair(NamedTuple):
+    """Two values by name."""
+
+    first: object
+    second: int
+
+
+@pytest.mark.parametrize("kind", [PerRank, PerDataRank, Replicated])
+def test_tensors_in_tuples_and_ordered_dictionaries_are_filled_themselves(
+    tmp_path: Path, kind: Any
+) -> None:
+    def state(tensors: Sequence[torch.Tensor], count: int) -> dict[str, Any]:
+        x, y, z = tensors
+        return {"tuple": (x, [{"in": y}], count), "pair": Pair(z, count), "order": OrderedDict(x=x)}
+
+    save(tmp_path, step=1, state={"s": kind(state(list(torch.ones(3, 4)), 2))})
+    tensors = list(torch.zeros(3, 4))
+    mine = state(tensors, 0)
+    ordered = mine["order"]
+    assert load(tmp_path, state={"s": kind(mine)}).report.is_exact
+    assert all(each.tolist() == [1.0] * 4 for each in tensors)
+    assert mine["tuple"] == (tensors[0], [{"in": tensors[1]}], 2)
+    assert mine["pair"] == (tensors[2], 2)
+    assert mine["order"] is ordered
+    assert ordered["x"] is tensors[0]
+    wrong = state(list(torch.zeros(3, 4, dtype=torch.float64)), 0)
+    with pytest.raises(StateMismatchError, match="s/tuple/0: float32 in the step, float64 here"):
+        load(tmp_path, state={"s": kind(wrong)})
 
 
 @pytest.mark.parametrize("kind", [dict, PerRank, Replicated])

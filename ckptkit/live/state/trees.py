@@ -219,36 +219,41 @@ def differences(mine: Any, theirs: Any, where: str) -> Iterator[tuple[str, str]]
             # Arrays that the step lacks are noted by who looks for them, by their own names.
             if key not in theirs and not arrays_in(value, where):
                 yield "missing", f"{where}/{escape(str(key))}"
-    elif isinstance(mine, list) and isinstance(theirs, list):
+    elif isinstance(mine, (list, tuple)) and type(mine) is type(theirs):
         items = zip(range(len(mine)), mine, theirs, strict=False)
     for key, value, given in items:
         yield from differences(value, given, f"{where}/{escape(str(key))}")
 
 
 @torch.no_grad()
-def replace_leaves(target: Any, source: Any) -> None:
-    """Give a tree of plain dictionaries and lists the values of another, in place. Tensors that
-    the target has stay, with the values of those that are in their places; they may be these
-    themselves, filled already. One of another shape is left as it is.
+def replace_leaves(target: Any, source: Any) -> Any:
+    """Give a tree of dictionaries, lists and tuples the values of another, in place; what stands
+    for it then, which is another one only of a tuple or a plain value. Tensors that the target has
+    stay, with the values of those that are in their places; they may be these themselves, filled
+    already. One of another shape is left as it is.
     """
     if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
         local = local_of(target)
         if target is not source and local.shape == source.shape:
             local.copy_(source)
-        return
-    items: list[tuple[Any, Any, Any]] = []  # each with the value that the target has there
+        return target
+    found: Any = target
+    items: list[tuple[Any, Any, Any]]  # each with the value that the target has there
     if isinstance(target, dict) and isinstance(source, dict):
         items = [(key, target.get(key), value) for key, value in source.items()]
-    elif isinstance(target, list) and isinstance(source, list):
-        target[len(source) :] = []
-        target += [None] * (len(source) - len(target))
-        items = [(at, target[at], value) for at, value in enumerate(source)]
+    elif type(source) in (list, tuple) and isinstance(target, type(source)):
+        found = list(target) if isinstance(target, tuple) else target
+        found[len(source) :] = []
+        found += [None] * (len(source) - len(found))
+        items = [(at, found[at], value) for at, value in enumerate(source)]
+    else:
+        return source
     for key, mine, value in items:
-        is_tensor = isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor)
-        if is_tensor or (type(mine) is type(value) and isinstance(mine, (dict, list))):
-            replace_leaves(mine, value)
-        else:
-            target[key] = value
+        is_tree = isinstance(mine, (torch.Tensor, dict, list, tuple))
+        given = replace_leaves(mine, value) if is_tree else value
+        if given is not mine:
+            found[key] = given
+    return tuple(found) if isinstance(target, tuple) else found
 
 
 Keys: TypeAlias = tuple[str | int, ...]
