@@ -282,13 +282,17 @@ class TorchCarrier:
         chosen = [self._ranks[rank] for rank in ranks]
         wait = timedelta(seconds=self.timeout)
         torchs = dist.distributed_c10d
-        before = torchs._process_group_name
+        job: Any = dist.group.WORLD
+        before, device = torchs._process_group_name, job.bound_device_id
         torchs._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+        # With a bound device torch splits NCCL's communicator of the job, to which all of its ranks
+        # have to come. Without one the group makes a communicator of its own when it is first used.
+        job.bound_device_id = None
         try:
             with _failures(self.timeout):
                 group: Any = dist.new_group(chosen, timeout=wait, use_local_synchronization=True)
         finally:
-            torchs._process_group_name = before
+            torchs._process_group_name, job.bound_device_id = before, device
         if self.rank not in ranks:
             return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,6 +46,25 @@ def test_one_rank_keeps_the_contract(gloo: Pool) -> None:
 
 def test_a_subgroup_keeps_the_contract(gloo: Pool) -> None:
     gloo.run(3, keep_in_a_subgroup)
+
+
+def split_where_a_device_is_bound() -> list[int]:
+    whole: Any = dist.group.WORLD
+    bound = whole.bound_device_id = torch.device("cuda", 0)
+    refused = mock.patch("torch.distributed.distributed_c10d._get_split_source")
+    try:
+        with refused as split_from:
+            group = Communicator(TorchCarrier(timeout=30)).subgroup([0, 2])
+        assert not split_from.called
+        assert whole.bound_device_id == bound
+    finally:
+        whole.bound_device_id = None
+    return [] if group is None else group.all_gather(dist.get_rank())
+
+
+def test_no_rank_outside_of_a_subgroup_is_waited_for(gloo: Pool) -> None:
+    """As NCCL does where torch splits the communicator of all; that is tested without a GPU."""
+    assert gloo.run(3, split_where_a_device_is_bound) == [[0, 2], [], [0, 2]]
 
 
 def over_groups() -> tuple[list[int], list[int], list[int], str]:
