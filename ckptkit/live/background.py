@@ -70,8 +70,12 @@ class Tiers:
         self._over: list[Ranks] = []
 
     def keep(self, steps: Iterable[int]) -> None:
-        """Which steps retention leaves from now on, besides those that its rules do."""
-        self._retention = replace(self._retention, keep=frozenset(steps))
+        """Which steps retention leaves from now on, besides those that its rules do. Those that
+        were named before stay until these are committed.
+        """
+        named, before = frozenset(steps), self._retention.keep
+        if before[:1] != (named,):
+            self._retention = replace(self._retention, keep=(named, *before))
         if self._mirror is not None:
             self._mirror.retention = self._retention
 

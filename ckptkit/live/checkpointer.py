@@ -288,7 +288,8 @@ class Checkpointer:
 
     def keep(self, steps: Iterable[int]) -> None:
         """Keep these steps, such as the best so far, besides those that `keep_last` and
-        `keep_every` do; the next call names others.
+        `keep_every` do; the next call names others. A step may be named before it is saved: those
+        of the call before stay until it is committed.
         """
         self._tiers.keep(steps)
 

@@ -168,10 +168,12 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
             state.stateful_callbacks = {
                 name: states if len(states) > 1 else states[0] for name, states in kept.items()
             }
-            # The best is known by its location, which may be in another run.
-            number = _step_in(checkpointer, state.best_model_checkpoint)
-            if number is not None:
-                checkpointer.keep([number])
+            # The best is known by its location, which may be in another run. The one so far stays
+            # until the new one is committed, also where another job has named it.
+            for location in (best, state.best_model_checkpoint):
+                number = _step_in(checkpointer, location)
+                if number is not None:
+                    checkpointer.keep([number])
             # Ranks measure their own times, so the first one's state is the job's.
             mine: Any = None
             if self.args.process_index == 0:  # as the Trainer's own file has it

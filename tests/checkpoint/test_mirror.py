@@ -103,10 +103,10 @@ def test_retention_is_for_both_places_and_waits_for_the_copy() -> None:
 
 def test_a_step_that_is_named_stays_in_both_places_or_where_all_stay() -> None:
     two = Two()
-    two.save(1, 2, 3, 4, mirror=two.mirror(keep_last=1, keep=frozenset({2})))
+    two.save(1, 2, 3, 4, mirror=two.mirror(keep_last=1, keep=(frozenset({2}),)))
     assert two.steps == ([2, 4], [2, 4])
     few = Two()
-    few.save(1, 2, 3, mirror=few.mirror(keep_last=1, local_keep_last=1, keep=frozenset({2})))
+    few.save(1, 2, 3, mirror=few.mirror(keep_last=1, local_keep_last=1, keep=(frozenset({2}),)))
     assert few.steps == ([3], [2, 3])
 
 

@@ -57,6 +57,19 @@ def test_the_best_step_stays_until_another_is_named(local: str | None, tmp_path:
             assert checkpointer.run.steps() == sorted({best, step})
 
 
+@pytest.mark.parametrize("local", [None, "local"])
+def test_the_best_step_stays_until_the_one_that_is_named_then_is_committed(
+    local: str | None, tmp_path: Path
+) -> None:
+    near = local and tmp_path / local
+    with Checkpointer(tmp_path / "run", keep_last=1, local=near) as checkpointer:
+        for step, best, stay in [(1, 1, [1]), (2, 3, [1, 2]), (3, 5, [3]), (4, 6, [3, 4])]:
+            checkpointer.keep([best])
+            checkpointer.save(step, model=nn.Linear(2, 2))
+            checkpointer.wait()
+            assert checkpointer.run.steps() == stay
+
+
 def save_stages_of_one_name(location: str, tied: bool) -> str:
     rank = torch.distributed.get_rank()
     torch.manual_seed(0 if tied else rank)

@@ -180,6 +180,19 @@ def test_the_best_step_stays_and_is_what_the_training_ends_with(
         )
 
 
+def test_the_best_step_of_the_job_before_stays_while_a_new_one_is_not_there(
+    train: Train, refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    run, local = tmp_path / "run", tmp_path / "local"
+    train(run, "ddp:1", scores=[1.0, 5.0, 2.0, 3.0], killed_after=4, save_total_limit=1)
+    assert Run(run).steps() == [2, 4]
+    (run / "step-0000000005").touch()  # so that it cannot be copied
+    places = {"location": str(run), "local": str(local), "keep_last": 1, "overwrite": True}
+    assert "step-0000000005" in refusal(run, True, run=places, scores=[9.0, 1.0])
+    assert Run(local).steps()[0] == 5
+    assert 2 in Run(run).steps()
+
+
 def test_the_state_of_the_trainer_is_an_object_of_the_step(train: Train, tmp_path: Path) -> None:
     train(tmp_path, "ddp:2", killed_after=3)
     with ckptkit.open(tmp_path) as step:

@@ -169,7 +169,7 @@ class Run:
         earlier step must not lose the steps it saves then. Nor do steps whose folder is a symbolic
         link; of a link in a step that goes only the name is deleted.
         """
-        retention = Retention(keep_last, keep_every, keep=frozenset(keep))
+        retention = Retention(keep_last, keep_every, keep=(frozenset(keep),))
         return plan_prune(self._store, retention, grace=grace, up_to=up_to)
 
     def prune(
@@ -182,7 +182,7 @@ class Run:
         up_to: int | None = None,
     ) -> list[Removal]:
         """Delete what `plan_prune` lists; returns it."""
-        retention = Retention(keep_last, keep_every, keep=frozenset(keep))
+        retention = Retention(keep_last, keep_every, keep=(frozenset(keep),))
         return prune(self._store, retention, grace=grace, up_to=up_to)
 
     def delete(self, steps: Iterable[int]) -> None:
@@ -269,8 +269,9 @@ class Retention:
     local_keep_last: int | None = None
     """For a run in two places: how many of those that have been copied stay nearby; as in the other
     place without it."""
-    keep: frozenset[int] = frozenset()
-    """Steps that stay whatever else is said, where something is."""
+    keep: tuple[frozenset[int], ...] = ()
+    """Steps that stay whatever else is said, where something is. Of several sets the first counts,
+    and the next ones until all steps of one before them are committed."""
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "local_keep_last"):
@@ -294,7 +295,12 @@ class Retention:
         older = sorted(step for step in steps if up_to is None or step <= up_to)
         newest = older[-(self.keep_last or 1) :]
         regular = [step for step in older if self.keep_every and step % self.keep_every == 0]
-        return {*newest, *regular, *self.keep.intersection(steps), *set(steps).difference(older)}
+        named: set[int] = set()
+        for each in self.keep:
+            named |= each
+            if each.issubset(older):
+                break
+        return {*newest, *regular, *named.intersection(steps), *set(steps).difference(older)}
 
 
 def plan_prune(
@@ -331,7 +337,7 @@ def plan_prune(
     if not retention.is_all:
         while older and not is_whole(StepFolder(store, folders[older[-1]])):
             older.pop()
-    kept = retention.kept(older).union(readable.keys() - older, retention.keep)
+    kept = retention.kept(older).union(readable.keys() - older)
     # Without a grace all is old, whatever the clock says that things were stamped with.
     before = (time.time() if now is None else now) - grace if grace > 0 else math.inf
     removals = []
