@@ -38,7 +38,7 @@ from ckptkit.live.resume import (
 )
 from ckptkit.live.snapshot import Snapshot
 from ckptkit.live.state.entries import StateMismatchError
-from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked
+from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked, said_share
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import listed, put_together
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
@@ -405,6 +405,7 @@ def _compare_object(
         return
     # What reads data takes over nothing that belongs to other data.
     values = values[DATA_RANK][-1]
+    data = replace(data, own=said_share(target.value))
     try:
         position = Position(data.find(item))
     except WorldSizeError as error:

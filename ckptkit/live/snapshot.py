@@ -25,7 +25,7 @@ from ckptkit.live.state.entries import (
     kind_of,
     mesh_lines,
 )
-from ckptkit.live.state.extra import data_rank
+from ckptkit.live.state.extra import data_rank, said_share
 from ckptkit.live.state.parts import (
     HandCuts,
     HowCut,
@@ -157,9 +157,10 @@ def take_snapshot(
     objects |= collector.compared
     says_all = training.model is not None or mesh is not None or world.size == 1
     spread = topology.strategy if says_all else None
-    share = data_rank(spread, world.rank)
     for group, value in objects.items():
         if isinstance(value, PerDataRank):
+            reader = getattr(training.stateful.get(group), "value", None)
+            share = said_share(reader) or data_rank(spread, world.rank)
             objects[group] = PerRank({DATA_RANK: [*share, value.value]})
     closed = (PerRank, PerDataRank, Replicated)
     return Snapshot(

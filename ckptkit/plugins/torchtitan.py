@@ -277,6 +277,8 @@ class _Position:
         # Its own class packs what the class above it says.
         plain: Any = super(aware, loader) if isinstance(loader, aware) else loader
         self.state_dict, self.load_state_dict = plain.state_dict, plain.load_state_dict
+        rank, size = (getattr(loader, name, None) for name in ("dp_rank", "dp_world_size"))
+        self.data_share = None if None in (rank, size) else (rank, size)
 
 
 def _as_module(tensors: Mapping[str, Any]) -> nn.Module:

@@ -28,6 +28,8 @@ from tests.live.test_resharded import RULES
 class Loader:
     """A data loader that knows where it is, with a tensor, as torch's stateful one has."""
 
+    data_share: tuple[int, int] | None = None
+
     def __init__(self, at: int = 0) -> None:
         self.at = at
 
@@ -170,6 +172,33 @@ def load_elastic(location: str, layout: str) -> list[int]:
 def test_a_loader_that_can_takes_the_states_of_all(gloo: Pool, saved: Callable[..., str]) -> None:
     assert gloo.run(2, load_elastic, saved("fsdp2:2"), "tp:2") == [[110, 110]] * 2
     assert gloo.run(2, load_elastic, saved("fsdp2:2"), "fsdp2:2") == [[10, 10], [11, 11]]
+
+
+def load_share(location: str, degree: int) -> Any:
+    """The position of a rank of `fsdp2:4` where this many read one share, or why it is refused."""
+    job, loader = build("fsdp2:4", 9), Loader()
+    loader.data_share = dist.get_rank() // degree, 4 // degree
+    try:
+        load(location, model=job.model, dataloader=loader, timeout=30)
+    except StateMismatchError as error:
+        assert loader.at == 0
+        return str(error)
+    return loader.at
+
+
+def save_share(location: str, degree: int) -> None:
+    rank = dist.get_rank()
+    loader = Loader(10 + rank // degree)
+    loader.data_share = rank // degree, 4 // degree
+    save(location, step=1, model=build("fsdp2:4").model, dataloader=loader, timeout=30)
+
+
+def test_a_loader_that_says_its_share_is_believed(gloo: Pool, tmp_path: Path) -> None:
+    # As under context parallelism, which FSDP takes for more ranks of its own.
+    gloo.run(4, save_share, str(tmp_path), 2)
+    assert gloo.run(4, load_share, str(tmp_path), 2) == [10, 10, 11, 11]
+    for said in gloo.run(4, load_share, str(tmp_path), 1):
+        assert "shared out its data between 2, this one does between 4" in said
 
 
 def load_alone(location: str) -> str:

@@ -91,6 +91,19 @@ def test_a_training_goes_on_under_another_parallelism(
     assert again == pytest.approx({step: losses[step] for step in (4, 5, 6)}, rel=1e-6), said
 
 
+def test_data_goes_on_only_where_as_many_read_it_whatever_the_context_parallelism(
+    tmp_path: Path,
+) -> None:
+    context: dict[str, Any] = {"batch": 4, "parallelism": {"context_parallel_degree": 2}}
+    context["length"] = 256  # as few as its masks can be cut for two ranks
+    train(tmp_path, 6, killed_in=5, **context)
+    refused, said = train(tmp_path, 6, length=256)
+    assert not refused
+    assert "between 1, this one does between 2" in said
+    again, said = train(tmp_path, 6, **context)
+    assert sorted(again) == [4, 5, 6], said
+
+
 def test_a_training_begins_with_what_torchtitan_and_hugging_face_have(
     whole: tuple[Path, dict[int, float]], tmp_path: Path
 ) -> None:

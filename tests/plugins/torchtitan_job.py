@@ -116,7 +116,8 @@ def run(task: dict[str, Any]) -> None:
     config.debug.enable_structured_logging = False
     config.debug.seed = 7
     training, parallelism = config.training, config.parallelism
-    training.seq_len, training.steps, training.global_batch_size = 64, task["steps"], 4
+    training.seq_len, training.steps = task.get("length", 64), task["steps"]
+    training.global_batch_size = 4
     training.disable_cuda_graphs, training.mixed_precision_param = True, "float32"
     training.local_batch_size = task.get("batch", 2)
     parallelism.spmd_backend = "partial_dtensor"

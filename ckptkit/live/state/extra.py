@@ -43,12 +43,14 @@ class DataRanks:
     """None where neither a model nor a mesh says how the job is spread."""
     saved: Strategy | None
     """None for a step that was resharded since."""
+    own: tuple[int, int] | None = None
+    """What the reader says itself of its share: its number, and of how many."""
 
     def find(self, item: ObjectInfo) -> Any:
         """What belongs to the share of this rank; an error where nothing does for sure."""
         shares = self._shares(item)
         there = shares[0][1]
-        mine, count = data_rank(self.here, self.rank)
+        mine, count = self.own or data_rank(self.here, self.rank)
         if (there is None) != (count is None):
             raise _unknown(item.name, "here" if count is None else "that saved")
         sizes = (there or len(shares), count or self.world_size)
@@ -184,6 +186,15 @@ def data_rank(strategy: Strategy | None, rank: int) -> tuple[int, int | None]:
         if axis.kind in _DATA:
             at, of = at * axis.size + coord, of * axis.size
     return at, of
+
+
+def said_share(reader: object) -> tuple[int, int] | None:
+    """Which share an object that reads data has, and of how many, where it says so itself. The axes
+    of a job may not: FSDP counts the ranks of context parallelism, which read the same, as its own.
+    """
+    first = reader[0] if isinstance(reader, list) and reader else reader
+    said: tuple[int, int] | None = getattr(first, "data_share", None)
+    return said
 
 
 def is_spread_alike(one: Strategy, other: Strategy) -> bool:
