@@ -4,7 +4,7 @@ answer before anything changes. And then, what is to be filled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ from ckptkit.format.names import (
 from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank, Replicated
 from ckptkit.live.resume import (
     Resumed,
+    check_order,
     differing,
     resume,
     saved_arrays,
@@ -35,6 +36,7 @@ from ckptkit.live.resume import (
     trained_by,
     twins_of,
     untied,
+    without_state,
 )
 from ckptkit.live.snapshot import Snapshot
 from ckptkit.live.state.entries import StateMismatchError
@@ -226,6 +228,20 @@ def compare(
         # Another program wrote it, which did not say the class.
         saved = [{**saved[0], "kind": training.optimizers[0].kind}]
     kept = saved_arrays(checkpoint)
+    parameters = [
+        (split(held.name)[1], held.shape, held.local.dtype)
+        for held in fitting
+        if held.role == "param"
+    ]
+    # Those in whose place the model shows others fit as those do.
+    shown = {entry.name for entry in snapshot.entries}
+    parameters += [
+        (name, tuple(each.shape), each.dtype) for each, name in names.items() if name not in shown
+    ]
+    frozen = {name for each, name in names.items() if not each.requires_grad}
+    stepped = {name for name, _, _ in parameters} - frozen
+    begun = without_state(documents, saved, kept, twins)
+    report.missing += [join(OPTIMIZER, name) for name in begun if name in stepped]
     unexpected: list[str] = []
     if training.model is not None:
         trained = trained_by(agreement.optimizers)
@@ -247,17 +263,7 @@ def compare(
         theirs = [document["kind"] for document in saved]
         training = _of_saved_kinds(training, theirs, report, checkpoint, options)
     if training.optimizers and checkpoint.details.get(OPTIMIZER) == BY_ORDER:
-        _check_order(checkpoint, saved, documents, ranks)
-    parameters = [
-        (split(held.name)[1], held.shape, held.local.dtype)
-        for held in fitting
-        if held.role == "param"
-    ]
-    # Those in whose place the model shows others fit as those do.
-    shown = {entry.name for entry in snapshot.entries}
-    parameters += [
-        (name, tuple(each.shape), each.dtype) for each, name in names.items() if name not in shown
-    ]
+        check_order(checkpoint, saved, documents, ranks)
     optimizers = resume(checkpoint, saved, parameters, twins, kept)
     return Match(report, training, under, objects, values, optimizers, positions, data)
 
@@ -314,30 +320,6 @@ def _of_saved_kinds(
         )
     report.skipped += [f"optimizer: no {kind} has saved" for kind in ours if kind not in kinds]
     return replace(training, optimizers=[o for o in training.optimizers if o.kind in kinds])
-
-
-def _check_order(
-    checkpoint: Checkpoint,
-    saved: Iterable[Mapping[str, Any]],
-    documents: Iterable[Mapping[str, Any]],
-    ranks: Ranks,
-) -> None:
-    """Refuse state that was given to parameters by their order where the optimizer here, which is
-    likely made as that one was, has them in another.
-    """
-    names = (name for doc in saved for group in doc["groups"] for name in group["params"])
-    place = {name: number for number, name in enumerate(names)}
-    groups = [group["params"] for document in documents for group in document["groups"]]
-    places = [[place[name] for name in group if name in place] for group in groups]
-    fits = ranks.agree(all(each == sorted(each) for each in places), all)
-    if not fits:
-        raise StateMismatchError(
-            "the saved optimizer only counts its parameters, and the one here has them in another "
-            "order than the model: whose state is whose is not known",
-            where=checkpoint.location,
-            hint="save it again, by an optimizer of model.named_parameters() or by "
-            "ckptkit.live.save; or load without the optimizer",
-        )
 
 
 def array_for(held: LiveTensor, checkpoint: Checkpoint, snapshot: Snapshot, report: Report) -> str:

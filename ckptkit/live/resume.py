@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.stream import Band, Limits, stored_arrays, stream
 from ckptkit.errors import FormatError
@@ -20,7 +21,7 @@ from ckptkit.format.encoding import dumps
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, in_group, join, split
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.live.snapshot import Snapshot
-from ckptkit.live.state.entries import Saved, SavedState
+from ckptkit.live.state.entries import Saved, SavedState, StateMismatchError
 from ckptkit.live.state.ranks import Documents
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors
@@ -146,6 +147,45 @@ def completed(
             for array in inside:
                 found.pop(split(array)[2], None)
     return found
+
+
+def without_state(
+    documents: Documents, saved: Documents, kept: SavedArrays, twins: Twins
+) -> list[str]:
+    """The parameters of the optimizers here whose state would begin anew without a word: those that
+    saved kept state, and did not have them. Of a parameter that they had there may be none yet.
+    """
+    trained, found = trained_by(saved), list[str]()
+    for document in documents:
+        alike = [each for each in saved if each["kind"] == document["kind"]]
+        if any(each["values"] for each in alike) or not kept.keys().isdisjoint(trained_by(alike)):
+            mine = trained_by([document])
+            found += [name for name in mine if trained.keys().isdisjoint(twins.get(name, [name]))]
+    return found
+
+
+def check_order(
+    checkpoint: Checkpoint,
+    saved: Iterable[Mapping[str, Any]],
+    documents: Iterable[Mapping[str, Any]],
+    ranks: Ranks,
+) -> None:
+    """Refuse state that was given to parameters by their order where the optimizer here, which is
+    likely made as that one was, has them in another.
+    """
+    names = (name for doc in saved for group in doc["groups"] for name in group["params"])
+    place = {name: number for number, name in enumerate(names)}
+    groups = [group["params"] for document in documents for group in document["groups"]]
+    places = [[place[name] for name in group if name in place] for group in groups]
+    fits = ranks.agree(all(each == sorted(each) for each in places), all)
+    if not fits:
+        raise StateMismatchError(
+            "the saved optimizer only counts its parameters, and the one here has them in another "
+            "order than the model: whose state is whose is not known",
+            where=checkpoint.location,
+            hint="save it again, by an optimizer of model.named_parameters() or by "
+            "ckptkit.live.save; or load without the optimizer",
+        )
 
 
 def saved_arrays(checkpoint: Checkpoint) -> SavedArrays:

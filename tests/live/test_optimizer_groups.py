@@ -168,6 +168,30 @@ def test_groups_that_are_split_otherwise_take_the_options_of_their_parameters(
     assert states(model, two_rates) == states(model, one_rate)
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_a_parameter_that_the_saved_optimizer_did_not_have_is_missing(
+    tmp_path: Path, momentum: float
+) -> None:
+    model = net()
+    few = SGD(model.second.parameters(), lr=0.25, momentum=momentum)
+    train(model, few, range(1))
+    save(tmp_path, step=1, model=model, optimizer=few)
+    again = net(1)
+    every = SGD(again.parameters(), lr=0.25, momentum=momentum)
+    if momentum:
+        with pytest.raises(StateMismatchError, match=r"missing: optimizer/first\.weight, "):
+            load(tmp_path, model=again, optimizer=every)
+        assert not every.state
+        restored = load(tmp_path, model=again, optimizer=every, partial=True)
+        left = [f"{name}.{kind}" for name in ("first", "spare") for kind in ("weight", "bias")]
+        assert restored.report.missing == [f"optimizer/{name}" for name in left]
+        assert states(again, every) == states(model, few)
+        again = net(frozen="first")
+        again.spare.requires_grad_(requires_grad=False)
+        every = SGD(again.parameters(), lr=1.0, momentum=0.9)  # which steps no more than were saved
+    assert load(tmp_path, model=again, optimizer=every).report.is_exact
+
+
 def test_another_kind_of_optimizer_is_refused_or_left_as_it_was(tmp_path: Path) -> None:
     model = net()
     adamw = AdamW(model.parameters(), lr=0.1)
