@@ -36,11 +36,11 @@ from ckptkit.errors import (
     NotFoundError,
     PeerError,
 )
-from ckptkit.format.names import in_group
+from ckptkit.format.names import MODEL, in_group, inner_name
 from ckptkit.live.comparison import LoadOptions, Report, check_wrappers, compare, give_back
 from ckptkit.live.fill import by_sharing, fill, fill_once
 from ckptkit.live.resume import hand_over
-from ckptkit.live.snapshot import take_snapshot, with_optimizers
+from ckptkit.live.snapshot import rules_of, take_snapshot, with_optimizers
 from ckptkit.live.state.extra import Extra
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import (
@@ -61,6 +61,8 @@ from ckptkit.storage import Options, Store
 log = logging.getLogger("ckptkit.live")
 
 NOT_LOADED = "the step was not loaded"
+# What torch calls what `get_extra_state` gives.
+_EXTRA_STATES = (f"{MODEL}/_extra_state", "._extra_state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,9 @@ def load_into(
     started = time.perf_counter()
     look = bound(take_snapshot, world, mesh=options.mesh, rules=options.rules, ranks=ranks)
     with failing_together(ranks), open_together(store, step, ranks) as checkpoint:
+        if training.model is not None:
+            cuts = rules_of(training, options.rules)
+            training.model.extra_shapes = _extra_shapes(checkpoint, cuts)
         # What optimizers are to keep is known from the step only.
         before = look(replace(training, optimizers=()))
         match = compare(checkpoint, training, before, ranks, options)
@@ -170,6 +175,15 @@ def load_into(
         for name, item in in_group("extra", match.objects).items()
     }
     return Restored(checkpoint.step, Extra(extra, match.data), match.report)
+
+
+def _extra_shapes(checkpoint: Checkpoint, rules: HandCuts) -> dict[str, tuple[int, ...]]:
+    """The shapes that tensors which `get_extra_state` gave have in a step, by their names in the
+    model; not of those that are cut by hand.
+    """
+    names = [name for name in checkpoint.names if name.endswith(_EXTRA_STATES)]
+    shapes = {name: checkpoint.info(name).shape for name in names}
+    return {inner_name(n, "buffer"): s for n, s in shapes.items() if not rules.find(n, s)}
 
 
 def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:

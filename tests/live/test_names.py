@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import ckptkit
 from ckptkit.errors import InvalidNameError
-from ckptkit.live import StateMismatchError, load, save
+from ckptkit.live import Checkpointer, StateMismatchError, load, save
 from tests.live.pool import Pool
 
 
@@ -218,6 +218,54 @@ def test_extra_state_comes_back_through_the_module(tmp_path: Path) -> None:
     with ckptkit.open(tmp_path) as step:
         assert set(step.arrays) == {"model/0.weight", "model/0.bias", "model/2._extra_state"}
         assert set(step.objects["model"]) == {"1._extra_state"}
+
+
+class Told(nn.Module):
+    """Has state that is bytes, more or fewer each time, as the layers of TransformerEngine do: none
+    before the first step.
+    """
+
+    def __init__(self, said: bytes = b"") -> None:
+        super().__init__()
+        self.said = said
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The bytes."""
+        return torch.tensor(list(self.said), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Take them over."""
+        self.said = bytes(state.tolist())
+
+
+def save_and_load_bytes(location: str, way: str) -> list[bytes]:
+    def made(*said: bytes) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), *map(Told, said))
+        if way == "ddp":
+            return DistributedDataParallel(model)
+        if way == "fsdp1":
+            return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        return fully_shard(model) if way == "fsdp2" else model  # type: ignore[return-value]
+
+    found: list[bytes] = []
+    with Checkpointer(location, timeout=30) as checkpointer:
+        for step, said in enumerate([(b"12", b"3"), (b"1", b"345"), (b"", b"")]):
+            checkpointer.save(step, model=made(*said))
+        for step in range(3):
+            model = made(b"", b"some")
+            restored = checkpointer.restore(step=step, model=model)
+            assert restored is not None
+            assert restored.report.is_exact
+            found += [each.said for each in model.modules() if isinstance(each, Told)]
+    return found
+
+
+@pytest.mark.parametrize("way", ["plain", "ddp", "fsdp1", "fsdp2"])
+def test_extra_state_may_have_another_size_in_each_step(
+    gloo: Pool, tmp_path: Path, way: str
+) -> None:
+    for found in gloo.run(2, save_and_load_bytes, str(tmp_path), way):
+        assert found == [b"12", b"3", b"1", b"345", b"", b""]
 
 
 def test_names_may_hold_any_character(tmp_path: Path) -> None:

@@ -170,6 +170,9 @@ class Model:
     def __init__(self, model: object) -> None:
         self.mesh: DeviceMesh | None = None
         self.rules = HandCuts()
+        self.extra_shapes: Mapping[str, tuple[int, ...]] = {}
+        """For a load: by name the shapes of tensors that `get_extra_state` gave when it was saved.
+        They may be others each time, and modules take over all of it."""
         # A `DistributedModel`, and what `as_distributed` returns: a module, stages or a schedule,
         # and the mesh that names its axes; None where the model's own tensors say it all.
         while (
@@ -245,6 +248,13 @@ class Model:
             kind = fsdp1 if has_fsdp1(each) else modules
             own = kind.entries(each)
             self._names.append({entry.name for entry in own})
+            if shapes := self.extra_shapes:
+                own = [
+                    entry._replace(value=entry.value.new_empty(shapes[entry.name]))
+                    if entry.name in shapes and type(entry.value) is torch.Tensor
+                    else entry
+                    for entry in own
+                ]
             for entry in own:
                 if entry.name in found and entry.value is not found[entry.name].value:
                     raise InvalidNameError(
