@@ -472,6 +472,21 @@ def test_what_only_a_local_folder_needs_is_refused_without_one(tmp_path: Path) -
         Checkpointer(tmp_path, local=tmp_path / "local", keep_last=0)
 
 
+def test_a_local_folder_that_is_the_run_by_another_name_is_refused(
+    places: tuple[Path, Path],
+) -> None:
+    local, kept = places
+    local.symlink_to(kept)
+    with Checkpointer(kept) as checkpointer:
+        checkpointer.save(1, state=value(1))
+    with Checkpointer(kept, local=local, local_keep_last=1) as checkpointer:
+        for step in (2, 3):
+            with pytest.raises(UsageError, match="the local folder is the run itself"):
+                checkpointer.save(step, state=value(step))
+    assert steps(kept) == [[1]]
+    assert not list(kept.glob("seen-by-all-*"))
+
+
 def test_an_open_store_may_be_either_place(places: tuple[Path, Path]) -> None:
     local, kept = places
     with Checkpointer(open_store(kept), local=open_store(local)) as checkpointer:

@@ -61,6 +61,7 @@ log = logging.getLogger("ckptkit.checkpoint")
 
 _OWNER = "uploads-to.txt"
 _LONGEST_LOCATION = 1 << 16
+_SAME = "the local folder is the run itself"
 
 LOCAL, REMOTE = "local", "remote"
 
@@ -85,7 +86,7 @@ class Mirror:
         self, local: Store, remote: Store, retention: Retention, options: CopyOptions | None = None
     ) -> None:
         if str(local.location) == str(remote.location):
-            raise UsageError("the local folder is the run itself", value=str(local.location))
+            raise UsageError(_SAME, value=str(local.location))
         self.local, self.remote = local, remote
         self.retention = retention
         self._options = options or CopyOptions()
@@ -97,8 +98,8 @@ class Mirror:
         self._failed: set[int] = set()
 
     def look(self, ranks: Ranks) -> None:
-        """Make sure that all ranks see one local folder, and that it is this run's; every rank
-        calls it before the first save or load.
+        """Make sure that all ranks see one local folder, and that it is this run's and not the run
+        itself; every rank calls it before the first save or load.
         """
         if ranks.rank == 0:
             # Written down, for steps of two runs must never mix.
@@ -116,8 +117,13 @@ class Mirror:
                     ) from None
         mark = ranks.share(lambda: f"seen-by-all-{os.urandom(8).hex()}.txt")
         try:
-            if ranks.rank == 0 and ranks.world_size > 1:
+            if ranks.rank == 0:
                 self.local.put(mark, b"for a moment")
+                # By whatever name. What cannot be reached is another place.
+                is_near = self.local.location.scheme == self.remote.location.scheme
+                with suppress(StorageError):
+                    if is_near and stored_size(self.remote, mark) is not None:
+                        raise UsageError(_SAME, value=str(self.local.location))
             ranks.share(lambda: "written")
             if ranks.rank > 0 and stored_size(self.local, mark) is None:
                 raise UsageError(
@@ -213,13 +219,9 @@ class Mirror:
         if (step, save_id) in self._damaged:
             return
         self._damaged.add((step, save_id))
-        log.error(
-            "%s cannot be copied and stays where it is, other steps are copied: %s: %s; %s",
-            described(self.local, step_name(step)),
-            error.where,
-            error.what,
-            error.hint or "`ckpt verify` lists what is wrong with it",
-        )
+        what = "%s cannot be copied and stays where it is, other steps are copied: %s: %s; %s"
+        hint = error.hint or "`ckpt verify` lists what is wrong with it"
+        log.error(what, described(self.local, step_name(step)), error.where, error.what, hint)
 
     def _pending(self, up_to: int | None) -> list[int]:
         local = {s: i for s, i in self._saved_locally().items() if (s, i) not in self._damaged}
@@ -423,11 +425,8 @@ class _Copying:
         try:
             yield
         except (FormatError, NotFoundError) as error:
-            raise UnsoundStepError(
-                f"{error.what}: the step was not copied",
-                where=error.where or where,
-                save_id=self.save_id,
-            ) from error
+            what, where = f"{error.what}: the step was not copied", error.where or where
+            raise UnsoundStepError(what, where=where, save_id=self.save_id) from error
 
     def _copy(self, pack: int) -> int:
         info, store = self._manifest.packs[pack], self.target.store
