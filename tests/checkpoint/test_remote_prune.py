@@ -80,14 +80,16 @@ def test_a_save_under_way_stays_whatever_the_server_takes_the_time_for(
     assert [it.kind for it in Run(run).prune(grace=0)] == ["orphan"]
 
 
-def test_clocks_that_were_left_go_with_the_next_one(run: RemoteStore) -> None:
+def test_clocks_that_were_left_go_with_the_next_one_and_nothing_else_does(run: RemoteStore) -> None:
     at = time.time()
     with patch("ckptkit.storage.time.time", lambda: at - 9999):
-        run.behind.put("clock/old", b"now")
+        for name in (f"clock/{7:016x}", "clock/my-notes.csv", f"clock/{8:016x}/x"):
+            run.behind.put(name, b"now")
     run.behind.put("clock/of-another", b"now")
     run.left = [upload(4, 1, 9999)]
     Run(run).prune()
-    assert run.behind.children("clock") == ["of-another"]
+    left = [entry.key for entry in run.behind.list("clock")]
+    assert left == [f"clock/{8:016x}/x", "clock/my-notes.csv", "clock/of-another"]
 
 
 def test_a_plan_changes_nothing(run: RemoteStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -232,6 +233,7 @@ class Run:
 
 _NOTHING = "nothing"
 _CLOCK = "clock"
+_OURS = re.compile(rf"{_CLOCK}/[0-9a-f]{{16}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +421,8 @@ def clock_of(store: Store) -> float:
     try:
         entries = store.list(_CLOCK)
         now = max((entry.modified for entry in entries), default=time.time())
-        gone += [entry.key for entry in entries if entry.modified < now - ABANDONED]
+        old = (entry.key for entry in entries if entry.modified < now - ABANDONED)
+        gone += filter(_OURS.fullmatch, old)
         return now
     finally:
         store.delete(gone)
