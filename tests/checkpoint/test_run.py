@@ -196,6 +196,9 @@ def test_data_that_is_young_may_be_a_save_under_way() -> None:
     assert Run(store).plan_prune() == []
     assert Run(store).plan_prune(grace=60) == []
     assert Run(store).prune(keep_last=1) == []
+    for wrong in (float("nan"), -1.0):
+        with pytest.raises(UsageError, match="grace has to be at least 0"):
+            Run(store).prune(grace=wrong)
     assert key in contents(store)
 
 

@@ -111,11 +111,8 @@ class Run:
         if step is None:
             step = self.latest()
         if step is None:
-            raise NotFoundError(
-                "a run without a committed step",
-                where=self.location,
-                hint=f"`ckpt ls {self.location}` shows what was begun",
-            )
+            hint = f"`ckpt ls {self.location}` shows what was begun"
+            raise NotFoundError("a run without a committed step", where=self.location, hint=hint)
         from ckptkit.checkpoint.read.checkpoint import Checkpoint  # noqa: PLC0415 — costs time
 
         folder = StepFolder(self._store, step_name(step))
@@ -209,11 +206,8 @@ class Run:
                 left = [entry.key for entry in self._store.leftovers(folder.name)]
                 keys, is_there = keys + left, is_there or bool(left)
             if not is_there:
-                raise NotFoundError(
-                    "no such step",
-                    where=str(folder),
-                    hint=f"`ckpt ls {self.location}` lists the steps that are there",
-                )
+                hint = f"`ckpt ls {self.location}` lists the steps that are there"
+                raise NotFoundError("no such step", where=str(folder), hint=hint)
             self._store.delete(keys)
 
     def _info(self, step: int, name: str) -> StepInfo:
@@ -321,6 +315,9 @@ def plan_prune(
     are newer than all that are whole, and steps whose folder is a symbolic link: they are another
     run's, which may lose them any time. `now` is the time by the store's clock.
     """
+    if not grace >= 0:  # neither is NaN
+        hint = "pass seconds: 3600 for an hour, 0 to delete whatever the age"
+        raise UsageError("grace has to be at least 0", value=grace, hint=hint)
     links = store.links()
     folders = {step: name for step, name in step_folders(store).items() if name not in links}
 
