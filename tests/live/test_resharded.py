@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptkit
+from ckptkit.live import Checkpointer
 from ckptkit.model import Owner, Shard, Stage, Strided
 from tests.live.gathering import Arrays
 from tests.live.pool import Pool
@@ -127,3 +130,29 @@ def cuts(array: Any, strategy: str) -> list[Any]:
     if "zero1" in strategy and "exp_avg" in array.name:
         kinds = (Owner,)
     return [placement for placement in array.placements if isinstance(placement, kinds)]
+
+
+def of_lists(first: float) -> dict[str, Any]:
+    tensors = [torch.full((2,), first + at) for at in range(5)]
+    kept = deque(tensors[2:4], maxlen=3)
+    return {"list": tensors[:2], "deque": kept, "pair": (tensors[4], first)}
+
+
+@pytest.mark.parametrize("item", ["list/0", "deque/0/0", "pair/0"])
+def test_of_a_list_that_an_item_was_left_out_of_the_others_load_in_their_places(
+    tmp_path: Path, item: str
+) -> None:
+    names = ["list/0", "list/1", "deque/0/0", "deque/0/1", "pair/0"]
+    with Checkpointer(tmp_path / "whole") as checkpointer:
+        checkpointer.save(1, state={"x": of_lists(1)})
+    selection = ckptkit.Selection(exclude=(f"x/{item}",))
+    ckptkit.reshard(tmp_path / "whole", tmp_path / "part", to="single", selection=selection)
+    mine = of_lists(11)
+    with Checkpointer(tmp_path / "part") as checkpointer:
+        restored = checkpointer.restore(state={"x": mine}, partial=True)
+    assert restored is not None
+    assert restored.report.missing == [f"x/{item}"]
+    tensors = [*mine["list"], *mine["deque"], mine["pair"][0]]
+    for name, tensor, value in zip(names, tensors, (1, 2, 3, 4, 5), strict=True):
+        assert tensor[0] == value + 10 * (name == item)
+    assert mine["deque"].maxlen == 3

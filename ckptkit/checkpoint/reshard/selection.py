@@ -330,7 +330,7 @@ def _chosen_objects(
         group, _, rest = item.name.partition("/")
         if group == OPTIMIZER and not rest and not selection.optimizer:
             continue
-        if _is_gone(item.value, choice.targets):
+        if not is_as_before and _is_gone(item.value, choice.targets):
             continue
         if group == ALIKE and rest in cast | choice.left_out:
             continue
@@ -407,13 +407,20 @@ def _pointing(value: Any, names: Mapping[str, Sequence[str]]) -> Any:
     if isinstance(value, dict):
         return {key: _pointing(v, names) for key, v in value.items() if not _is_gone(v, names)}
     if isinstance(value, (list, tuple)):
-        return type(value)(_pointing(v, names) for v in value if not _is_gone(v, names))
+        return type(value)(_pointing(each, names) for each in value)
     return value
 
 
 def _is_gone(value: Any, names: Mapping[str, Sequence[str]]) -> bool:
-    name = _referred(value)
-    return name is not None and name not in names
+    """Whether it leads to an array that does not go over. A list goes as a whole where an item
+    does, for later ones would take its place; and so does what a mark makes of a list.
+    """
+    if isinstance(value, (list, tuple)):
+        return any(_is_gone(each, names) for each in value)
+    if (name := _referred(value)) is not None:
+        return name not in names
+    mark = str(next(iter(value))) if isinstance(value, dict) and len(value) == 1 else ""
+    return mark.startswith("ckptkit.") and _is_gone(value[mark], names)
 
 
 def _referred(value: Any) -> str | None:
