@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ckptkit
 from ckptkit.live import Checkpointer
@@ -156,3 +157,24 @@ def test_of_a_list_that_an_item_was_left_out_of_the_others_load_in_their_places(
     for name, tensor, value in zip(names, tensors, (1, 2, 3, 4, 5), strict=True):
         assert tensor[0] == value + 10 * (name == item)
     assert mine["deque"].maxlen == 3
+
+
+def save_or_load_own(location: str, loads: bool) -> tuple[list[str], float]:
+    """Each rank has a key of its own: what is missing then, and the value."""
+    rank = dist.get_rank()
+    model, own = torch.nn.Linear(2, 2), {f"r{rank}": torch.tensor(rank + 10.0 * loads)}
+    with Checkpointer(location, timeout=20) as checkpointer:
+        if not loads:
+            checkpointer.save(1, model=model, state={"x": own})
+            return [], 0
+        restored = checkpointer.restore(model=model, state={"x": own}, partial=True)
+    assert restored is not None
+    return restored.report.missing, own[f"r{rank}"].item()
+
+
+def test_what_only_some_ranks_had_may_be_left_out(gloo: Pool, tmp_path: Path) -> None:
+    whole, part = (str(tmp_path / name) for name in ("whole", "part"))
+    gloo.run(2, save_or_load_own, whole, False)
+    selection = ckptkit.Selection(exclude=("x/r1",))
+    ckptkit.reshard(whole, part, to="ddp:2", selection=selection)
+    assert gloo.run(2, save_or_load_own, part, True) == [(["x/r1"], 0), (["x/r1"], 11)]

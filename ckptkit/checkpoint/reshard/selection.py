@@ -21,6 +21,7 @@ from ckptkit.format.names import (
     MODEL,
     NAMES_HINT,
     OPTIMIZER,
+    OWN,
     REFERENCE,
     WRAPPED,
     ancestors,
@@ -330,7 +331,10 @@ def _chosen_objects(
         group, _, rest = item.name.partition("/")
         if group == OPTIMIZER and not rest and not selection.optimizer:
             continue
-        if not is_as_before and _is_gone(item.value, choice.targets):
+        # What some ranks have of their own lies in a map that says whose it is.
+        is_own = group == OWN and isinstance(item.value, dict)
+        told = item.value.get("value") if is_own else item.value
+        if not is_as_before and _is_gone(told, choice.targets):
             continue
         if group == ALIKE and rest in cast | choice.left_out:
             continue
