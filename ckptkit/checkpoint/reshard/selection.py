@@ -184,7 +184,10 @@ def choose(
         if of is None:
             continue
         # A parameter is called so in the target also where it does not go over itself.
-        new_of = targets[of][0] if of in targets else selection.renamed(of, "param")
+        first, *others = targets.get(of) or (selection.renamed(of, "param"),)
+        # Where it is cut, each part has its own state.
+        own = with_inner(first, "param", inner_name(each.name, each.info.role)) if others else first
+        new_of = own if own in others else first
         if new_of != of:
             arrays[number] = replace(each, info=each.info._replace(of=new_of))
     choice = Choice(

@@ -118,6 +118,11 @@ def test_rows_of_several_become_one_and_apart_again(run: Path, to: str, tmp_path
     ckptkit.reshard(there, back, to="fsdp:3", selection=selection, sizes=SIZES)
     difference = ckptkit.diff(run, back)
     assert difference.same
+    with ckptkit.open(back) as checkpoint:
+        for name in named:
+            moment = checkpoint[f"optimizer/{name}/exp_avg"].info
+            assert moment.of == f"model/{name}"
+            assert moment.placements == checkpoint[f"model/{name}"].info.placements
 
 
 def test_padding_is_cut_off(run: Path, tmp_path: Path) -> None:
