@@ -20,7 +20,7 @@ from ckptkit.errors import (
     StorageError,
     UsageError,
 )
-from ckptkit.storage import MemoryStore, Sink, Store
+from ckptkit.storage import MemoryStore, Sink, Store, Stored
 from tests.checkpoint.saving import (
     Tensor,
     assert_holds,
@@ -156,6 +156,30 @@ def test_retention_goes_on_there_while_a_step_cannot_be_copied() -> None:
     mirror = two.mirror(keep_last=1, keep_every=3)
     two.save(4, 5, mirror=mirror)
     assert two.steps == ([3, 5], [5])
+
+
+def test_packs_that_arrived_long_before_copying_failed_are_not_sent_again() -> None:
+    created: list[str] = []
+
+    class Slow(Remote):
+        def create(self, key: str, *arguments: Any, **options: Any) -> Any:
+            created.append(key.rpartition("/")[2])
+            if created == ["rank-00000.zip", "rank-00001.zip"]:
+                raise StorageError("the network is gone")
+            return super().create(key, *arguments, **options)
+
+        def list(self, prefix: str = "", *, deep: bool = True) -> list[Stored]:
+            return [replace(each, modified=0.0) for each in super().list(prefix, deep=deep)]
+
+    two = Two(remote=Slow())
+    cut = {"x": Tensor(random_values((8, 4)), {"fsdp": "shard(0)"})}
+    save(two.local, cut, strategy="fsdp:2", step=1)
+    mirror = two.mirror(keep_last=1)
+    with pytest.raises(StorageError, match="the network is gone"):
+        mirror.copy_pending(OneRank(), up_to=1)
+    mirror.copy_pending(OneRank(), up_to=1)
+    assert two.steps == ([1], [1])
+    assert [created.count(f"rank-0000{rank}.zip") for rank in (0, 1)] == [1, 2]
 
 
 def test_damage_is_said_once_and_newer_steps_do_not_wait_behind_it(

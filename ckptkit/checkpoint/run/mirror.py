@@ -271,12 +271,13 @@ class Mirror:
         rules = self.retention
         local_rules = rules if rules.local_keep_last is None else Retention(rules.local_keep_last)
         try:
-            if not rules.is_all:
-                prune(self.remote, rules, up_to=up_to)
             if local_rules.is_all:
                 return
-            removals = plan_prune(self.local, local_rules, grace=ABANDONED, up_to=up_to)
             local = self._saved_locally()
+            if not rules.is_all:
+                # Packs of what was cut off are not sent again.
+                prune(self.remote, rules, up_to=up_to, arriving=local.values())
+            removals = plan_prune(self.local, local_rules, grace=ABANDONED, up_to=up_to)
             kept = rules.kept(sorted(local), up_to)
             # What has not arrived goes only if retention does not keep it, and when all that it
             # keeps has arrived: until then it may be the newest step that can be loaded.

@@ -143,9 +143,8 @@ class Run:
         neither written nor pruned.
         """
         links = self._store.links()
-        return {
-            step: links[name] for step, name in step_folders(self._store).items() if name in links
-        }
+        folders = step_folders(self._store).items()
+        return {step: links[name] for step, name in folders if name in links}
 
     def plan_prune(
         self,
@@ -273,11 +272,8 @@ class Retention:
         for name in ("keep_last", "keep_every", "local_keep_last"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(
-                    f"{name} has to be at least 1",
-                    value=value,
-                    hint="leave both out to keep all committed steps",
-                )
+                hint = "leave both out to keep all committed steps"
+                raise UsageError(f"{name} has to be at least 1", value=value, hint=hint)
 
     @property
     def is_all(self) -> bool:
@@ -366,9 +362,16 @@ def plan_prune(
 
 
 def prune(
-    store: Store, retention: Retention, *, grace: float = ABANDONED, up_to: int | None = None
+    store: Store,
+    retention: Retention,
+    *,
+    grace: float = ABANDONED,
+    up_to: int | None = None,
+    arriving: Collection[str] = (),
 ) -> list[Removal]:
-    """Delete what `plan_prune` finds by the store's clock; returns it."""
+    """Delete what `plan_prune` finds by the store's clock; returns it. Of the saves that are
+    `arriving` no pack is an orphan, however old.
+    """
     plan = plan_prune(store, retention, grace=grace, up_to=up_to)
     by_age = grace > 0 and any(removal.kind != "step" for removal in plan)
     if by_age and store.abilities.clock_of_its_own:
@@ -376,6 +379,7 @@ def prune(
         # asked only where something seems to be old: it takes a write and a listing.
         now = clock_of(store)
         plan = plan_prune(store, retention, grace=grace, up_to=up_to, now=now)
+    plan = [it for it in plan if it.kind != "orphan" or it.save_id not in arriving]
     remove(store, plan)
     return plan
 
@@ -418,8 +422,7 @@ def clock_of(store: Store) -> float:
     try:
         entries = store.list(_CLOCK)
         now = max((entry.modified for entry in entries), default=time.time())
-        old = (entry.key for entry in entries if entry.modified < now - ABANDONED)
-        gone += filter(_OURS.fullmatch, old)
+        gone += [e.key for e in entries if _OURS.fullmatch(e.key) and e.modified < now - ABANDONED]
         return now
     finally:
         store.delete(gone)
