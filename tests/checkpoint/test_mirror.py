@@ -15,6 +15,7 @@ from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
 from ckptkit.checkpoint.run.run import Retention
 from ckptkit.errors import (
+    AlreadyExistsError,
     CkptkitError,
     StepExistsError,
     StorageError,
@@ -30,6 +31,7 @@ from tests.checkpoint.saving import (
     save,
 )
 from tests.checkpoint.watching import RecordingStore
+from tests.format.samples import plain, sealed
 from tests.storage.failing import FailingStore
 
 T = TypeVar("T")
@@ -285,6 +287,20 @@ def test_a_step_saved_anew_replaces_its_copy_only_where_asked_for() -> None:
     two.mirror(overwrite=True).copy_pending(OneRank())
     with ckptkit.open(two.remote) as step:
         assert_holds(step, state(8))
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["of a newer version", "empty"])
+def test_nothing_is_sent_where_a_manifest_is_in_the_way(newer: bool) -> None:
+    two = Two()
+    save(two.remote, state(2), step=1)
+    data = two.remote.read("step-0000000001/manifest.msgpack")
+    data = sealed(plain(data) | {"version": 2}) if newer else b""
+    two.remote.put("step-0000000001/manifest.msgpack", data)
+    before = contents(two.remote)
+    two.save(1)
+    with pytest.raises(AlreadyExistsError, match="is committed already" if newer else "is empty"):
+        two.mirror().copy_pending(OneRank())
+    assert contents(two.remote) == before
 
 
 def test_overwriting_never_brings_back_an_older_save_over_a_later_one() -> None:

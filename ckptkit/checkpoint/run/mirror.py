@@ -39,6 +39,7 @@ from ckptkit.checkpoint.write.commit import (
     committed_save_id,
     discard,
     missing_groups,
+    refuse_committed,
     tell_commit,
 )
 from ckptkit.checkpoint.write.damage import forget_replacing, is_unreadable, may_replace
@@ -202,10 +203,7 @@ class Mirror:
         """
         found: dict[int, str] = {}
         run = Run(self.local)
-        links = run.links()
-        for step in run.steps():
-            if step in links:
-                continue
+        for step in sorted(set(run.steps()) - run.links().keys()):
             try:
                 found[step] = read_manifest(StepFolder(self.local, step_name(step))).save.save_id
             except NotFoundError:
@@ -383,6 +381,8 @@ class _Copying:
             return True
         if found is None:
             self._replaces |= is_unreadable(self.target)
+            if not self._replaces:
+                refuse_committed(self.target)  # by a newer version, or an empty manifest
             return False
         self._replaces |= may_replace(self.target, self.source.store, self.save_id)
         if not self._replaces:
