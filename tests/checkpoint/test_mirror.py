@@ -429,8 +429,11 @@ def test_a_folder_that_not_all_ranks_see_is_refused_before_anything_is_saved() -
     assert [entry.key for entry in local.list()] == ["uploads-to.txt"]
 
 
-def test_a_folder_serves_one_run_only() -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_folder_serves_one_run_only(killed: bool) -> None:
     local, remote = MemoryStore(), Remote()
+    if killed:  # as `put` leaves it where a file system has no hard links
+        local.put("uploads-to.txt", b"")
     for _ in range(2):
         assert looked([local], remote) == [""]
     (problem,) = looked([local], Remote())

@@ -109,13 +109,13 @@ class Mirror:
                 self.local.put(_OWNER, mine, exclusive=True)
             except AlreadyExistsError:
                 theirs = self.local.read_whole(_OWNER, _LONGEST_LOCATION)
-                if theirs != mine:
+                if not theirs:  # whoever put it was killed
+                    self.local.put(_OWNER, mine)
+                elif theirs != mine:
                     run = theirs.decode(errors="surrogateescape")
-                    raise UsageError(
-                        f"the folder holds steps of the run {run}",
-                        where=str(self.local.location),
-                        hint="give every run a local folder of its own",
-                    ) from None
+                    what = f"the folder holds steps of the run {run}"
+                    hint = "give every run a local folder of its own"
+                    raise UsageError(what, where=str(self.local.location), hint=hint) from None
         mark = ranks.share(lambda: f"seen-by-all-{os.urandom(8).hex()}.txt")
         try:
             if ranks.rank == 0:
