@@ -409,6 +409,9 @@ def commit_packs(
     folder = _begun_step(store, step, overwrite=overwrite)
     names, where = store.children(folder.data()), folder.where(DATA)
     committed = committed_save_id(folder)
+    if names and save_id is not None and save_id not in names:
+        hint = f"there is {', '.join(names[-_NAMED:])}"
+        raise NotFoundError("no such save", where=where, value=save_id, hint=hint)
     wanted = {save_id} if save_id is not None else set(names) - {committed}
     # Where slices wrote damaged packs of the very step anew, it is closed again.
     found = [name for name in names if name in wanted or (overwrite and not wanted)]

@@ -195,6 +195,10 @@ def test_slices_make_a_step_together(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"missing are 3 of 8 packs, of the ranks 1, 4, 7"):
         ckptkit.commit_packs(destination)
     reshard(source, destination, "fsdp:8", engine="slice:1/3")
+    (save_id,) = [path.name for path in destination.glob("step-*/data/*")]
+    with pytest.raises(NotFoundError, match="no such save") as caught:
+        ckptkit.commit_packs(destination, save_id="typo")
+    assert caught.value.hint == f"there is {save_id}"
     assert ckptkit.commit_packs(destination).save.step == 7
     with ckptkit.open(destination) as checkpoint:
         assert_same_state(checkpoint)
