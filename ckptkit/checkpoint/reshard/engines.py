@@ -449,6 +449,9 @@ def commit_packs(
             hint="run their slices (again): slice:i/n has the ranks that leave i when divided by n",
         )
     manifest = gather(folder, save_id)
+    if store.abilities.claims_names:
+        # A slice may have died between its last byte and making that durable.
+        store.sync([f"{data}/{pack.name}" for pack in manifest.packs])
     commit(folder, manifest, overwrite=overwrite)
     return manifest
 

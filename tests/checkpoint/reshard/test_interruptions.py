@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ckptkit.errors import (
     StepExistsError,
     StorageError,
 )
-from ckptkit.storage import LocalStore, MemoryStore
+from ckptkit.storage import LocalStore, Location, MemoryStore
 from tests.checkpoint.remote import RemoteStore
 from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, saved
 from tests.checkpoint.saving import Tensor, contents, files, memory_with, random_values, same, save
@@ -233,6 +234,25 @@ def test_a_slice_checks_of_large_chunks_those_that_it_reads(
     ckptkit.commit_packs(destination)
     with ckptkit.open(destination) as checkpoint:
         assert same(checkpoint["model/w"].read(), whole)
+
+
+def test_what_slices_wrote_is_durable_before_it_is_committed(tmp_path: Path) -> None:
+    synced: list[str] = []
+
+    class Noting(LocalStore):
+        def sync(self, keys: Iterable[str]) -> None:
+            synced.extend(keys)
+            super().sync(synced)
+            assert not ckptkit.Run(self).steps()
+
+    destination = Noting(Location.parse(tmp_path))
+    for number in range(2):
+        reshard(saved("fsdp:3"), destination, "fsdp:4", engine=f"slice:{number}/2")
+    assert not synced
+    manifest = ckptkit.commit_packs(destination)
+    packs = [f"{STEP}/data/{manifest.save.save_id}/{pack.name}" for pack in manifest.packs]
+    assert synced == packs
+    assert len(packs) >= 4
 
 
 def test_slices_replace_a_step_that_is_there(tmp_path: Path) -> None:
