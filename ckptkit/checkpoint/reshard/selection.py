@@ -280,7 +280,7 @@ def _is_float(dtype: DType) -> bool:
 
 
 def _float(name: str) -> DType:
-    known = _SHORT.get(name.lower(), name)
+    known = _SHORT.get(str(name).lower(), str(name))
     if known not in DTYPES or not _is_float(DTYPES[known]):
         raise UnsupportedTypeError(
             "a cast is to floating-point numbers",

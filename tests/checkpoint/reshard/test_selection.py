@@ -211,6 +211,7 @@ def test_names_of_tied_optimizer_state_are_known_inside_of_their_group() -> None
         ({"cast": (("mask", "bf16"),)}, UnsupportedTypeError, "only floating-point"),
         ({"cast": (("", "int8"),)}, UnsupportedTypeError, "a cast is to floating-point"),
         ({"cast": (("", "bf17"),)}, UnsupportedTypeError, "write bf16"),
+        ({"cast": (("", np.float16),)}, UnsupportedTypeError, "write bf16"),
         ({"rename": (("(", "x"),)}, UsageError, "not a regular expression"),
         ({"rename": ((r"layers\.\d", "layer"),)}, InvalidNameError, "two arrays would have"),
         ({"rename": (("^norm$", ""),)}, InvalidNameError, "an empty name"),
