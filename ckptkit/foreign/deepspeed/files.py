@@ -220,6 +220,29 @@ def _check_all(folder: Folder, there: Mapping[int, str], count: int, what: str =
         )
 
 
+def degrees(
+    tree: Mapping[str, Any], count: int, layers: Mapping[int, Mapping[int, str]], where: str
+) -> tuple[int, int]:
+    """How many stages of a pipeline, and ranks of tensor parallelism, there are, by what the first
+    file says, the number of files, and those of layers.
+    """
+    said = tree.get("checkpoint_parallel_dimensions")
+    if isinstance(said, dict):
+        stages = document.integer(said.get("pp_degree"), f"{where}: pp_degree", least=1)
+        columns = document.integer(said.get("tp_degree"), f"{where}: tp_degree", least=1)
+    else:
+        columns = len(layers) or count
+        stages = count // columns
+    if stages * columns != count or (layers and sorted(layers) != list(range(columns))):
+        raise FormatError(
+            f"the checkpoint is of {stages} stages of {columns} ranks of tensor parallelism each, "
+            f"there are the files of {count}",
+            where=where,
+            hint="copy the files mp_rank_…_model_states.pt and layer_… of all ranks",
+        )
+    return stages, columns
+
+
 def read_part(folder: Folder, rank: RankFiles, *, is_universal: bool) -> ModelPart:
     """What the files of one rank of model parallelism say, which is the same where it should be."""
     models = [read_tree(folder, rank.models[dp]) for dp in range(len(rank.models))]

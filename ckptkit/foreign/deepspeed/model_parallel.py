@@ -13,7 +13,14 @@ from types import NoneType
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.deepspeed.files import MIXED, UNIVERSAL, TagFiles, as_dict, same_on_all
+from ckptkit.foreign.deepspeed.files import (
+    MIXED,
+    OTHERWISE,
+    UNIVERSAL,
+    TagFiles,
+    as_dict,
+    same_on_all,
+)
 from ckptkit.foreign.deepspeed.zero import Zero
 from ckptkit.foreign.extents import Extent, c_order
 from ckptkit.foreign.folder import Folder
@@ -45,29 +52,6 @@ class ParallelModel:
     """Of a pipeline, by the names of `tensors`; not of what several stages have."""
     cuts: dict[str, Placement] = field(default_factory=dict)
     """Over the ranks of tensor parallelism."""
-
-
-def degrees(
-    tree: Mapping[str, Any], count: int, layers: Mapping[int, Mapping[int, str]], where: str
-) -> tuple[int, int]:
-    """How many stages of a pipeline, and ranks of tensor parallelism, there are, by what the first
-    file says, the number of files, and those of layers.
-    """
-    said = tree.get("checkpoint_parallel_dimensions")
-    if isinstance(said, dict):
-        stages = document.integer(said.get("pp_degree"), f"{where}: pp_degree", least=1)
-        columns = document.integer(said.get("tp_degree"), f"{where}: tp_degree", least=1)
-    else:
-        columns = len(layers) or count
-        stages = count // columns
-    if stages * columns != count or (layers and sorted(layers) != list(range(columns))):
-        raise FormatError(
-            f"the checkpoint is of {stages} stages of {columns} ranks of tensor parallelism each, "
-            f"there are the files of {count}",
-            where=where,
-            hint="copy the files mp_rank_…_model_states.pt and layer_… of all ranks",
-        )
-    return stages, columns
 
 
 def named(
@@ -170,6 +154,12 @@ class _Patterns:
                 "Megatron-DeepSpeed do, or gather the weights before they are saved",
             )
         self._info = info
+        maps = as_dict(info.get("affine_map"))
+        if document.integer(maps.get("version", 1), f"{where}: affine_map: version") > 1:
+            raise FormatError(
+                "a later version of affine_map", where=where, value=maps["version"], hint=OTHERWISE
+            )
+        self._maps = as_dict(maps.get("params"))
 
     def _has(self, key: str, name: str) -> bool:
         return any(self._fitting(self._info.get(key), key, name))
@@ -208,7 +198,48 @@ class _Patterns:
     def moves(
         self, name: str, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[tuple[int, ...], list[_Shift], Placement]:
-        """The shape of the whole parameter, what of each rank is where in it, and how it is cut."""
+        """The shape of the whole parameter, what of each rank is where in it, and how it is cut:
+        where DeepSpeed tells each piece, as since 0.19, by these, and the cut is the nearest.
+        """
+        shape, moves, cut = self._by_category(name, shapes)
+        if (told := self._maps.get(f"^{re.escape(name)}$")) is not None:
+            shape, moves = self._by_map(name, as_dict(told), shapes)
+        return shape, moves, cut
+
+    def _by_map(
+        self, name: str, told: Mapping[Any, Any], shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[tuple[int, ...], list[_Shift]]:
+        """What `affine_map` says: pieces of several sizes, in any order, or that all ranks have."""
+        where = f"{self._where}: affine_map of {name}"
+        whole = document.integers(told.get("logical_shape"), where)
+        moves: list[_Shift] = []
+        for rank, has in enumerate(shapes):
+            said = as_dict(as_dict(told.get("ranks")).get(rank))
+            if (shape := document.integers(said.get("shard_shape"), where)) != has:
+                raise FormatError(f"rank {rank} has the shape {has}", where=where, value=shape)
+            pieces = said.get("pieces")
+            for piece in map(as_dict, pieces if isinstance(pieces, list) else ()):
+                size = document.integers(piece.get("shape"), where)
+                holders = document.integers(piece.get("locations"), where)
+                if 0 in size or rank != min(holders, default=rank):
+                    continue
+                corners = []
+                for key, shape in (("dest", has), ("source", whole)):
+                    view = piece.get(key)
+                    at, steps = view if isinstance(view, list) and len(view) == 2 else (0, None)
+                    is_box = document.integers(steps, where) == c_order(shape)
+                    if not is_box or len(size) != len(shape) or "scale" in piece:
+                        what = "a piece that is scaled, or no box"
+                        raise FormatError(what, where=where, hint=OTHERWISE)
+                    begin = document.integer(at, where)
+                    corners += [box.offset for box in flat_boxes(shape, begin, begin + 1)]
+                moves.append(_Shift(rank, Box(corners[0], size), corners[1]))
+        return whole, moves
+
+    def _by_category(
+        self, name: str, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[tuple[int, ...], list[_Shift], Placement]:
+        """The same by the lists of patterns, which older versions have alone."""
         for key in ("autotp_unsupported_parameter_patterns", "parameter_to_average_patterns"):
             if self._has(key, name):
                 raise FormatError(

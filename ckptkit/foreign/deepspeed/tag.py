@@ -22,6 +22,7 @@ from ckptkit.foreign.deepspeed.files import (
     ModelPart,
     TagFiles,
     as_dict,
+    degrees,
     find_files,
     read_part,
     read_tree,
@@ -29,7 +30,6 @@ from ckptkit.foreign.deepspeed.files import (
 )
 from ckptkit.foreign.deepspeed.model_parallel import (
     ParallelModel,
-    degrees,
     joined,
     named,
     read_universal,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckptkit
-from ckptkit.errors import FormatError
+from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import ForeignContract, Reading, Sample, same
@@ -205,6 +205,75 @@ def test_how_ranks_of_tensor_parallelism_cut_is_told(written: Path) -> None:
     assert cuts["optimizer/1.down_proj.weight/exp_avg"] == "shard(1)"
     assert cuts["model/1.up_proj.bias"] == "shard(0)"
     assert cuts["model/0.weight"] == cuts["model/1.scale"] == "replicate"
+
+
+def pieces_of(rows: list[list[tuple[int, int, list[int]]]], shape: tuple[int, int]) -> Any:
+    """What DeepSpeed keeps as `affine_map` of a matrix, of which each rank has some runs of rows:
+    (the first, how many, the ranks that have them).
+    """
+    ranks: dict[int, Any] = {}
+    steps = [shape[1], 1]
+    for rank, runs in enumerate(rows):
+        pieces, at = [], 0
+        for first, count, holders in runs:
+            piece = {"shape": [count, shape[1]], "source": [first * shape[1], steps]}
+            pieces.append({**piece, "dest": [at * shape[1], steps], "locations": holders})
+            at += count
+        ranks[rank] = {"shard_shape": [at, shape[1]], "pieces": pieces}
+    return {"logical_shape": list(shape), "ranks": ranks}
+
+
+def test_pieces_of_fused_weights_are_put_where_their_maps_say(tmp_path: Path) -> None:
+    """CodeGen has q, k and v of heads by turns, GPTBigCode one head of keys on all ranks: AutoTP
+    says so in nothing but the maps of its pieces.
+    """
+    by_turns = [[(0, 2, [0]), (6, 4, [0])], [(2, 4, [1]), (10, 2, [1])]]
+    shared = [[(0, 3, [0]), (5, 2, [0, 1])], [(3, 2, [1]), (5, 2, [0, 1])]]
+    rows = {"qkv.weight": by_turns, "c_attn.weight": shared}
+    wanted = {
+        "qkv.weight": torch.arange(36.0).reshape(12, 3),
+        "c_attn.weight": torch.arange(28.0).reshape(7, 4),
+    }
+    maps = {
+        f"^{name.replace('.', chr(92) + '.')}$": pieces_of(rows[name], tuple(wanted[name].shape))
+        for name in rows
+    }
+
+    def write(**info: Any) -> None:
+        said = {"affine_map": {"version": 1, "params": maps}, **info}
+        for rank in range(2):
+            parts = {
+                name: torch.cat([whole[first : first + n] for first, n, _ in rows[name][rank]])
+                for name, whole in wanted.items()
+            }
+            tree = {"module": parts, "buffer_names": [], "universal_checkpoint_info": said}
+            torch.save(tree, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+
+    write()
+    with ckptkit.open(tmp_path) as checkpoint:
+        for name, value in wanted.items():
+            assert same(checkpoint[f"model/{name}"][...], value.numpy()), name
+    first = maps[r"^qkv\.weight$"]["ranks"][0]
+    for key, value, what in (
+        ("scale", 0.5, "a piece that is scaled"),
+        ("dest", [0, [1, 6]], "or no box"),
+        ("source", [36, [3, 1]], "not a range"),
+        ("source", [3, [3, 1]], "no file has this part"),
+        ("source", 3, "must be a list of integers"),
+    ):
+        good = dict(first["pieces"][0])
+        first["pieces"][0][key] = value
+        write()
+        with pytest.raises(CkptkitError, match=what):
+            ckptkit.open(tmp_path)
+        first["pieces"][0] = good
+    first["shard_shape"] = [7, 3]
+    write()
+    with pytest.raises(FormatError, match=r"rank 0 has the shape \(6, 3\)"):
+        ckptkit.open(tmp_path)
+    write(affine_map={"version": 2})
+    with pytest.raises(FormatError, match="a later version of affine_map"):
+        ckptkit.open(tmp_path)
 
 
 def test_a_universal_checkpoint_keeps_what_only_the_model_has_as_it_was(
