@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
@@ -19,6 +19,7 @@ from ckptkit.foreign.deepspeed.files import (
     UNIVERSAL,
     TagFiles,
     as_dict,
+    likeness,
     same_on_all,
 )
 from ckptkit.foreign.deepspeed.zero import Zero
@@ -55,21 +56,27 @@ class ParallelModel:
 
 
 def named(
-    layers: Mapping[int, Mapping[str, Any]], known: Collection[str], where: str
+    layers: Mapping[int, Mapping[str, Any]], known: Mapping[str, int | None], where: str
 ) -> dict[str, Any]:
-    """The tensors of the layers of a pipeline by their names in the model, some of which are known.
-    A module that is in several layers is in the files of all of these, and has one name.
+    """The tensors of the layers of a pipeline by their names in the model, some of which are known,
+    mostly with how many elements each has. A module that is in several layers is in the files of
+    all of these, and has one name.
     """
-    tied: dict[str, set[str]] = {}
-    for name in known:
+    tied: dict[str, dict[str, int | None]] = {}
+    for name, count in known.items():
         if name.startswith(_TIED):
             module, _, inner = name.removeprefix(_TIED).partition(".")
-            tied.setdefault(f"{_TIED}{module}", set()).add(inner)
+            tied.setdefault(f"{_TIED}{module}", {})[inner] = count
     found: dict[str, Any] = {}
     for layer, tensors in sorted(layers.items()):
         prefix = str(layer)
         if tensors and not any(f"{layer}.{name}" in known for name in tensors):
-            fitting = [module for module, names in tied.items() if names <= tensors.keys()]
+            has = {n: math.prod(t.shape) for n, t in tensors.items() if isinstance(t, StateTensor)}
+            fitting = [
+                module
+                for module, counts in tied.items()
+                if all(n in has and count in (None, has[n]) for n, count in counts.items())
+            ]
             if len(fitting) > 1:
                 raise FormatError(
                     f"layer {layer} may be any of several modules that layers share",
@@ -78,7 +85,13 @@ def named(
                 )
             prefix = fitting[0] if fitting else prefix
         for name, value in tensors.items():
-            found.setdefault(f"{prefix}.{name}", value)
+            if likeness(found.setdefault(f"{prefix}.{name}", value)) != likeness(value):
+                raise FormatError(
+                    f"layer {layer} looks as those that share {prefix}, and has another {name}",
+                    where=where,
+                    hint=f"{MIXED}; or it is a frozen layer of the same sizes, which nothing tells "
+                    "from a shared one",
+                )
     return found
 
 

@@ -7,6 +7,7 @@ mostly, which are left out; what only they have are buffers and frozen parameter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -139,10 +140,11 @@ def _read_stages(
     """
     first, where = mine[0], mine[0].where
     module: dict[str, Any] = {}
-    known = {name for part in mine for row in _shapes(part, {}, experts) for name in row}
+    rows = [row for part in mine for row in _shapes(part, {}, experts)]
+    known = {name: math.prod(shape) for row in rows for name, shape in row.items()}
     model = ParallelModel(buffers={name for part in mine for name in part.buffers})
     if layers:
-        module = named(layers, known | model.buffers, where)
+        module = named(layers, dict.fromkeys(model.buffers) | known, where)
     elif whole and first.tree.get("module") is None:
         # Of a pipeline, whose layers' files are not copied along.
         module = {name: whole.weights[name] for name in known}

@@ -198,6 +198,26 @@ def test_what_a_pipeline_has_twice_is_read_once(written: Path) -> None:
     assert {"1.weight", "4.bias"} < set(group["params"])
 
 
+def test_a_frozen_layer_of_a_pipeline_is_not_taken_for_the_module_that_layers_share(
+    written: Path, tmp_path: Path
+) -> None:
+    """It has what the shared module has, and `param_shapes` do not know it."""
+    place = Path(shutil.copytree(tag_of(written / "pipe"), tmp_path / "x"))
+    frozen = {name: torch.rand(5) for name in ("weight", "scale", "bias")}
+    torch.save(frozen, place / "layer_03-model_states.pt")
+    with ckptkit.open(place) as checkpoint:
+        names = {name for name in checkpoint.names if name.startswith("model/")}
+        for name, value in frozen.items():
+            assert same(checkpoint[f"model/3.{name}"][...], value.numpy())
+        shared = checkpoint["model/tied_modules.embed.weight"][...]
+        assert same(shared, wanted(written, "pipe")["model/tied_modules.embed.weight"])
+    assert "model/tied_modules.embed.bias" not in names
+    alike = {"weight": torch.ones(shared.shape), "scale": torch.ones(1)}
+    torch.save(alike, place / "layer_03-model_states.pt")
+    with pytest.raises(FormatError, match=r"layer 3 looks as .* and has another weight"):
+        ckptkit.open(place)
+
+
 def test_how_ranks_of_tensor_parallelism_cut_is_told(written: Path) -> None:
     with ckptkit.open(written / "tp") as checkpoint:
         cuts = {info.name: str(info.placements[1]) for info in checkpoint.manifest.arrays}
