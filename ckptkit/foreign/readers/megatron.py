@@ -8,6 +8,7 @@ parameter is.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep, c_order
 from ckptkit.foreign.folder import Folder, parsed
 from ckptkit.foreign.pickles.globals import Global, Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
-from ckptkit.foreign.readers.megatron_buckets import BUCKETS, differing, placed_in
+from ckptkit.foreign.readers.megatron_buckets import BUCKETS, boxes_in, differing, placed_in
 from ckptkit.foreign.spread import placed_by_writers
 from ckptkit.foreign.states import StateTensor, reason, states_of, step_counted
 from ckptkit.foreign.torch_file import changed, read_file
@@ -50,12 +51,27 @@ def read_megatron(folder: Folder) -> ForeignStep:
     unread = dict(has.unread)
     common = _common(folder, has, unread)
     model, states, theirs = _named(has.tensors)
+    for name, of_one in states.items():
+        shape = model[name].shape if name in model else None
+        for state, tensor in list(of_one.items()) if shape is not None else ():
+            if tensor.shape in (shape, (), (1,)):
+                continue
+            if placed := _of_grid(tensor, shape):
+                of_one[state] = placed
+            else:
+                unread[_ours(name, state)] = f"its shape is {tensor.shape}, the parameter's {shape}"
+                del of_one[state]
     args = common["args"] if isinstance(common.get("args"), dict) else {}
     sizes = _sizes(args)
     of_ranks, objects = _objects(has.objects)
     said = [common.pop("optimizer", None), of_ranks]
     noted: dict[str, Any] = {key: n for key, n in sizes.items() if key.endswith("vocab_size")}
-    masters = {name: has["param"] for name, has in states.items() if "param" in has}
+    # Versions and options call it one or the other.
+    masters = {
+        name: master
+        for name, has in states.items()
+        if (master := has.get("param", has.get("fp32_param")))
+    }
     if others := differing(folder, model, masters):
         noted["not_rounded"] = (
             f"of {_some(others, model)} the optimizer's own copy is not what was rounded to the "
@@ -124,6 +140,31 @@ def _named(
         for name, one in of_all.items():
             states.setdefault(name, {})[state] = one
     return model, {name: has for name, has in states.items() if has}, theirs
+
+
+def _of_grid(tensor: StateTensor, shape: tuple[int, ...]) -> StateTensor | None:
+    """A state that has the shape of the grid of ranks of tensor parallelism, and behind it how many
+    elements of a parameter of some shape each has, in a row; None where it is not such.
+
+    So Megatron up to 0.14 saves those of `fully_sharded_model_space`.
+    """
+    *grid, length = tensor.shape
+    local = tuple(n // max(1, count) for n, count in zip(shape, grid, strict=False))
+    whole = tuple(n * count for n, count in zip(local, grid, strict=False))
+    if len(grid) != len(shape) or whole != shape or math.prod(local) != length:
+        return None
+    is_flat = math.prod(grid[1:]) == 1
+    extents: list[Extent] = []
+    for extent in tensor.extents:
+        *place, begin = extent.box.offset
+        if extent.strides or math.prod(extent.box.shape[:-1]) != 1:
+            return None
+        part = Box(tuple(n * at for n, at in zip(local, place, strict=True)), local)
+        offset = extent.offset
+        for box in boxes_in(part, begin, extent.box.stop[-1], shape if is_flat else None):
+            extents.append(Extent(box, extent.file, offset))
+            offset += box.size * tensor.dtype.itemsize
+    return StateTensor(shape, tensor.dtype, tuple(extents), is_flat=is_flat)
 
 
 def _ours(name: str, state: str | None) -> str:

@@ -170,7 +170,7 @@ def _parts_of(
     """
     by_box = {extent.box: extent for extent in tensor.extents}
     boxes = sorted(by_box, key=lambda box: box.offset)
-    if not boxes or any(box.shape != boxes[0].shape for box in boxes):
+    if not boxes or tensor.is_flat or any(box.shape != boxes[0].shape for box in boxes):
         return []
     cut = [dim for dim, n in enumerate(tensor.shape) if boxes[0].shape[dim] != n]
     if len(cut) > 1 or any(extent.strides for extent in by_box.values()):
@@ -318,7 +318,7 @@ def _states(
                 for extent, low, high in row.between(begin, end):
                     offset = extent.offset + low * row.dtype.itemsize
                     of = tensor.shape if is_flat else None
-                    for box in _boxes(own.box, within, within + high - low, of):
+                    for box in boxes_in(own.box, within, within + high - low, of):
                         extents.append(Extent(box, extent.file, offset))
                         offset += box.size * row.dtype.itemsize
                     within += high - low
@@ -329,7 +329,7 @@ def _states(
     return found
 
 
-def _boxes(box: Box, begin: int, end: int, shape: tuple[int, ...] | None) -> Iterator[Box]:
+def boxes_in(box: Box, begin: int, end: int, shape: tuple[int, ...] | None) -> Iterator[Box]:
     """Some elements of a box in its order, as boxes of the array; of the row of all its elements
     where its shape is told.
     """
