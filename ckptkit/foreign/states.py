@@ -58,7 +58,7 @@ class States:
     where: str
     arrays: list[ForeignArray] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
-    objects: list[ObjectInfo] = field(default_factory=list)
+    objects: dict[str, ObjectInfo] = field(default_factory=dict)
     theirs: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     """What is no plain value, by name."""
@@ -94,32 +94,29 @@ class States:
         role = role or {"model": "param", "optimizer": "optimizer"}.get(group, "other")
         if role == "param" and _is_buffer(name, tensor):
             role = "buffer"
-        self.arrays.append(
-            ForeignArray(
-                name,
-                *(tensor.shape, tensor.dtype, tensor.extents, role, of),
-                *(tensor.placements, tensor.is_flat),
-            )
-        )
+        told = (tensor.shape, tensor.dtype, tensor.extents, role, of)
+        self.arrays.append(ForeignArray(name, *told, tensor.placements, tensor.is_flat))
         return name
 
     def keep(self, name: str, value: Any) -> None:
         """An object, if it is a plain value."""
+        if name in self.objects:
+            raise FormatError("two objects have this name", where=self.where, value=name)
         try:
             encode(value, name)
         except UnsupportedTypeError as error:
             # Its text names the class of our placeholder.
             self.left_out[name] = f"{error.where}: a value that is neither plain nor a tensor"
         else:
-            self.objects.append(ObjectInfo(name, "replicated", value))
+            self.objects[name] = ObjectInfo(name, "replicated", value)
 
     def step(self, format_: str, folder: Folder, used: Iterable[str], **told: Any) -> ForeignStep:
         """The step that this is, of the files that were used of a folder."""
         files = {key: folder.size(key) for key in used}
         self.left_out = folder.unread(files) | self.left_out
         details = self.details | told.pop("details", {})
-        found = {"arrays": self.arrays, "aliases": self.aliases, "objects": self.objects}
-        found |= {"theirs": self.theirs, "details": details}
+        found = {"arrays": self.arrays, "aliases": self.aliases, "theirs": self.theirs}
+        found |= {"objects": [*self.objects.values()], "details": details}
         return ForeignStep(format=format_, files=files, **found | told)
 
 
@@ -167,7 +164,7 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
         if document is not None:
             documents.append(document)
     if documents:
-        found.objects.append(ObjectInfo("optimizer", "replicated", documents))
+        found.objects["optimizer"] = ObjectInfo("optimizer", "replicated", documents)
     for key, value in rest.items():
         for path, tensor in _tensors({key: value}, ()):
             nodes = [str(node) or "_" for node in path]

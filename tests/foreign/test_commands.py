@@ -245,6 +245,13 @@ def test_of_a_strategy_that_nobody_knows_the_caller_is_believed(
     assert result.exit_code == 0, result.stderr
 
 
+def test_two_objects_of_one_name_are_refused(tmp_path: Path) -> None:
+    """They would become a step that cannot be opened."""
+    torch.save({"model": {"w": torch.ones(2)}, 1: "one", "1": "other"}, tmp_path / "a.pt")
+    with pytest.raises(FormatError, match=r"two objects have this name .*extra/1"):
+        ckptkit.open(tmp_path / "a.pt")
+
+
 def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint-500"
     write(place / "model.safetensors", ARRAYS)

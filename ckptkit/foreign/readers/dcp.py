@@ -115,7 +115,7 @@ def with_optimizer(folder: Folder, model: ForeignStep) -> ForeignStep:
         model,
         files={key: folder.size(key) for key in read},
         arrays=[*model.arrays, *(it for it in found.arrays if it.name not in names)],
-        objects=[*model.objects, *found.objects],
+        objects=[*model.objects, *found.objects.values()],
         theirs={**found.theirs, **model.theirs},
         details=details | found.details,
         step=model.step or step_counted(tree),

@@ -95,7 +95,9 @@ def read_megatron(folder: Folder) -> ForeignStep:
     found = states_of({**objects, **common, "model": model, **optimizer}, where)
     for key, value in (("model", beside), ("optimizer", [each for each in said if each])):
         if value:
-            found.keep(f"extra/{key}", value)
+            # What else an optimizer says is there already where its states are nobody's.
+            name = f"extra/{key}"
+            found.keep(f"{name}.said" if name in found.objects else name, value)
     found.theirs |= {name: key for name, key in theirs.items() if name in found.theirs}
     found.left_out |= unread
     strategy, arrays = _spread(args, found.arrays)

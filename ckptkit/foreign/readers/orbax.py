@@ -103,7 +103,7 @@ def read_orbax(folder: Folder) -> ForeignStep:
         format="Orbax",
         files={key: folder.size(key) for key in arrays.files},
         arrays=with_placements,
-        objects=found.objects,
+        objects=[*found.objects.values()],
         strategy=strategy,
         theirs=found.theirs,
         details=found.details | ({"random_keys": keys_of} if keys_of else {}),

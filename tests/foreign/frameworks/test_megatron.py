@@ -140,6 +140,20 @@ def test_an_optimizer_of_other_weights_is_told(place: Path) -> None:
         assert "1 of 15 parameters (decoder.layers.1.mlp.linear_fc2.weight)" in told
 
 
+def test_what_megatron_says_of_the_optimizer_is_beside_what_is_there_by_this_name(
+    tmp_path: Path,
+) -> None:
+    """Else a step that was imported would have two objects of one name, and not be opened."""
+    said = {"optimizer": {"count": 3}, "iteration": 7}
+    state = {"output_layer.weight": torch.ones(6, 2), "optimizer/shard_0_1": [{"kind": "own"}]}
+    saved(tmp_path / "theirs", state, said)
+    assert ckpt("import", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
+    with ckptkit.open(tmp_path / "ours") as checkpoint:
+        found = {item.name: item.value for item in checkpoint.manifest.objects}
+    assert found["extra/optimizer"] == {"kind": "own"}
+    assert found["extra/optimizer.said"] == [{"count": 3}]
+
+
 class Unknown:
     pass
 
