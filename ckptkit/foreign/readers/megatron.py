@@ -17,12 +17,13 @@ from typing import Any
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep, c_order
 from ckptkit.foreign.folder import Folder, parsed
+from ckptkit.foreign.pickles import MOST_DEPTH
 from ckptkit.foreign.pickles.globals import Global, Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
 from ckptkit.foreign.readers.megatron_buckets import BUCKETS, boxes_in, differing, placed_in
 from ckptkit.foreign.spread import placed_by_writers
 from ckptkit.foreign.states import StateTensor, reason, states_of, step_counted
-from ckptkit.foreign.torch_file import changed, read_file
+from ckptkit.foreign.torch_file import read_file
 from ckptkit.model import MAX_WORLD_SIZE, Axis, Box, Mesh, Shard, Stage, Strategy
 
 CONFIG, COMMON = "metadata.json", "common.pt"
@@ -40,6 +41,7 @@ _OPTIONS = (
     *("differentiable", "fused", "decoupled_weight_decay"),
 )
 _WRITTEN = re.compile(r"__([0-9]{1,8})_[0-9]+\.distcp", re.ASCII)
+_MOST_VALUES = 1 << 20
 HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 
 
@@ -230,16 +232,30 @@ def read_common(folder: Folder, unread: dict[str, str]) -> dict[str, Any]:
 
 
 def _common_values(value: Any, folder: Folder) -> dict[str, Any]:
-    value = _plain(value)
+    value = _plain(value, folder.where(COMMON))
     if not isinstance(value, dict):
         raise FormatError("not what Megatron saves for all ranks", where=folder.where(COMMON))
     return value
 
 
-def _plain(tree: Any) -> Any:
+def _plain(tree: Any, where: str) -> Any:
     """A value whose namespaces are dictionaries, and whose members of enumerations are texts."""
+    count = 0
 
-    def made(value: Any, _: str) -> Any:
+    def plain(value: Any, depth: int) -> Any:
+        # A namespace may be in itself, or twice in each of others: nobody has counted these.
+        nonlocal count
+        count += 1
+        if depth > MOST_DEPTH or count > _MOST_VALUES:
+            raise FormatError(
+                "values in too many levels, or too many",
+                where=where,
+                hint="nothing of it was run; save plain values without what refers to itself",
+            )
+        if isinstance(value, dict):
+            return {key: plain(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)([plain(item, depth + 1) for item in value])
         if isinstance(value, (set, frozenset)):
             return sorted(value, key=str)
         if isinstance(value, Global):
@@ -250,9 +266,9 @@ def _plain(tree: Any) -> Any:
             return value.state[0] if isinstance(value.state, tuple) and value.state else b""
         if len(value.args) == 1 and value.state is None and type(value.args[0]) in (int, str):
             return f"{value.kind}({value.args[0]})"
-        return _plain(value.fields()) if type(value.state) is dict else value
+        return plain(value.state, depth + 1) if type(value.state) is dict else value
 
-    return changed(tree, made)
+    return plain(tree, 0)
 
 
 def _objects(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -264,7 +280,7 @@ def _objects(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     for name, value in objects.items():
         match = _OBJECT.fullmatch(name)
         key, place, of = match.groups() if match else (name, "", "")
-        said = _plain(value)
+        said = _plain(value, name)
         if isinstance(said, list) and len(said) == 1:
             (said,) = said
         if match := OF_RANKS.fullmatch(key):

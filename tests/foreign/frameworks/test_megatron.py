@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +15,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
@@ -140,20 +136,6 @@ def test_an_optimizer_of_other_weights_is_told(place: Path) -> None:
         assert "1 of 15 parameters (decoder.layers.1.mlp.linear_fc2.weight)" in told
 
 
-def test_what_megatron_says_of_the_optimizer_is_beside_what_is_there_by_this_name(
-    tmp_path: Path,
-) -> None:
-    """Else a step that was imported would have two objects of one name, and not be opened."""
-    said = {"optimizer": {"count": 3}, "iteration": 7}
-    state = {"output_layer.weight": torch.ones(6, 2), "optimizer/shard_0_1": [{"kind": "own"}]}
-    saved(tmp_path / "theirs", state, said)
-    assert ckpt("import", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
-    with ckptkit.open(tmp_path / "ours") as checkpoint:
-        found = {item.name: item.value for item in checkpoint.manifest.objects}
-    assert found["extra/optimizer"] == {"kind": "own"}
-    assert found["extra/optimizer.said"] == [{"count": 3}]
-
-
 class Unknown:
     pass
 
@@ -203,94 +185,6 @@ def test_arguments_name_the_strategy_where_the_files_bear_them_out(
                 if "1.mlp.linear_fc2.weight" in a.name and a.role == "param"
             )
             assert list(map(str, array.placements)) == ["stage(1)", "shard(1)"]
-
-
-def saved(place: Path, state: dict[str, Any], common: dict[str, Any]) -> None:
-    """A checkpoint as Megatron writes one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process only
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        save(state, checkpoint_id=place, planner=planner, no_dist=True)
-    said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (place / "metadata.json").write_text(json.dumps(said))
-    torch.save(common, place / "common.pt")
-
-
-def test_values_of_all_ranks_may_be_an_object(tmp_path: Path) -> None:
-    """As later versions of Megatron have them."""
-    common = {"args": Namespace(vocab_size=5), "iteration": 7, "checkpoint_version": 3.0}
-    state = {"output_layer.weight": torch.ones(6, 2), "common_state/shard_0_1": [common]}
-    saved(tmp_path, state, {})
-    (tmp_path / "common.pt").unlink()
-    with ckptkit.open(tmp_path) as checkpoint:
-        assert checkpoint.step == 7
-        assert checkpoint.details["vocab_size"] == 5
-        names = {item.name for item in checkpoint.manifest.objects}
-        assert names == {"extra/args", "extra/iteration", "extra/checkpoint_version"}
-    # An older version saved into the same folder before.
-    torch.save({"iteration": 3}, tmp_path / "common.pt")
-    with pytest.raises(FormatError, match="is of an older save into the same folder") as caught:
-        ckptkit.open(tmp_path)
-    assert "common.pt" in str(caught.value)
-    assert "common_state" in str(caught.value)
-
-
-def joined(place: Path, of: dict[str, torch.Size]) -> None:
-    """Make one tensor of those in a checkpoint that are called as it is, with their places."""
-    file = place / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    entries, items = metadata.state_dict_metadata, metadata.storage_data
-    for key, shape in of.items():
-        chunks = []
-        for part in [name for name in entries if name.startswith(f"{key}@")]:
-            offset = torch.Size(map(int, part.partition("@")[2].split(",")))
-            one = entries.pop(part)
-            chunks.append(ChunkStorageMetadata(offset, one.size))
-            items[MetadataIndex(key, offset)] = items.pop(MetadataIndex(part, [0] * len(offset)))
-        entries[key] = replace(one, size=shape, chunks=chunks)
-    file.write_bytes(pickle.dumps(metadata))
-
-
-def test_states_in_rows_get_the_shapes_of_their_parameters(tmp_path: Path) -> None:
-    """Up to 0.14 Megatron has a row for what each rank of tensor parallelism has of a parameter,
-    cut anywhere by those of data parallelism.
-    """
-    columns, norm = torch.arange(24.0).reshape(6, 4), torch.arange(5.0)
-    stacked = torch.arange(32.0).reshape(2, 8, 2)
-    model = {
-        "output_layer.weight": columns,
-        "decoder.layers.mlp.linear_fc1.weight": stacked,
-        "decoder.final_layernorm.weight": norm,
-    }
-    rows = {
-        "output_layer.weight": torch.stack(columns.split(2, dim=1)).reshape(1, 2, 12),
-        "decoder.layers.mlp.linear_fc1.weight": stacked.reshape(2, 2, 1, 8),
-        "decoder.final_layernorm.weight": norm.reshape(1, 5),
-    }
-    state: dict[str, Any] = dict(model)
-    shapes: dict[str, torch.Size] = {}
-    for key, grid in rows.items():
-        for kind in ("fp32_param", "exp_avg"):
-            stored = f"optimizer.state.{kind}.{key}"
-            shapes[stored] = grid.shape
-            for place in np.ndindex(grid.shape[:-1]):
-                for begin, part in zip((0, 3), grid[place].tensor_split((3,)), strict=True):
-                    at = ",".join(map(str, (*place, begin)))
-                    state[f"{stored}@{at}"] = part.clone().reshape(*[1] * len(place), -1)
-    state["optimizer.state.exp_avg_sq.output_layer.weight"] = torch.ones(1, 2, 10)
-    saved(tmp_path, state, {"optimizer": {"param_groups": [{"lr": 0.5, "step": 7}]}})
-    joined(tmp_path, shapes)
-    with ckptkit.open(tmp_path) as checkpoint:
-        arrays = {name: array[...] for name, array in checkpoint.arrays.items()}
-        assert len(arrays) == 3 * 4
-        for name, value in arrays.items():
-            of = name.replace("optimizer/", "model/").split("/")[1]
-            assert same(value, arrays[f"model/{of}"]), name
-        (told,) = (it.value for it in checkpoint.manifest.objects if it.name == "optimizer")
-        assert told[0]["values"]["output_layer.weight"] == {"step": 7}
-        lost = checkpoint.details["left_out"]
-    (reason,) = lost.values()
-    assert reason == "its shape is (1, 2, 10), the parameter's (6, 4)"
 
 
 def test_a_save_that_was_not_finished_is_refused(place: Path) -> None:
