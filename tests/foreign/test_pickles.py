@@ -158,6 +158,10 @@ BOMBS = {
     "numbers of one hash": pickle.dumps({n * (2**61 - 1): None for n in range(3000)}),
     "tuples of one hash": pickle.dumps({(n * (2**61 - 1),): None for n in range(3000)}),
     "a set of one hash": pickle.dumps({n * (2**61 - 1) for n in range(3000)}),
+    "a set of one hash by a call": pickle.dumps({n * (2**61 - 1) for n in range(3000)}, 2),
+    "a map of one hash by a call": b"\x80\x02ccollections\nOrderedDict\n"
+    + pickle.dumps([[n * (2**61 - 1), None] for n in range(3000)], 2)[2:-1]
+    + b"\x85R.",
     "a set of nested tuples": b"\x8f(K\x01\x85" + b"2\x86" * 40 + b"\x90.",
 }
 

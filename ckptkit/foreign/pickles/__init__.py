@@ -23,6 +23,7 @@ from ckptkit.foreign.pickles.globals import (
     CALLS,
     CALLS_BELOW,
     DTYPES,
+    KEYED,
     STORAGES,
     VALUES,
     Global,
@@ -312,7 +313,8 @@ class _Interpreter:
             raise self.refuse("the pickle calls what is no function", called.name)
         # What they make is of the size of what they get: a pickle may not ask for it for ever.
         self.called_with(self.counted(args)[0], called.name)
-        made = VALUES[called.name](*args)
+        checks = {"checked": partial(self.key, target=args)} if called.name in KEYED else {}
+        made = VALUES[called.name](*args, **checks)
         if type(made) in (str, bytes):
             self.long(made, len(made))
         elif type(made) in (Global, complex):

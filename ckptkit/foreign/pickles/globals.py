@@ -122,10 +122,11 @@ class Placeholder:
         return {k: v for part in parts if isinstance(part, dict) for k, v in part.items()}
 
 
-def _mapping(items: Any = ()) -> dict[Any, Any]:
+def _mapping(items: Any = (), *, checked: Callable[[Any], Any]) -> dict[Any, Any]:
     if isinstance(items, Global):  # the factory of a defaultdict
         return {}
-    pairs = [(key, value) for key, value in (items.items() if type(items) is dict else items)]
+    pairs = items.items() if type(items) is dict else items
+    pairs = [(checked(key), value) for key, value in pairs]
     if not all(type(key) in (str, int) for key, _ in pairs):
         raise ValueError("a key of a map that is neither text nor number")
     return dict(pairs)
@@ -169,8 +170,8 @@ def _bytes(data: Any = b"", encoding: Any = "latin1") -> bytes:
     return _encoded(data, encoding)
 
 
-def _set(values: Any = ()) -> set[Any]:
-    found = list(values)
+def _set(values: Any = (), *, checked: Callable[[Any], Any]) -> set[Any]:
+    found = [checked(value) for value in values]
     if not all(type(value) in (str, int, bytes, float, bool, type(None)) for value in found):
         raise ValueError("a set of other than plain values")
     return set(found)
@@ -194,14 +195,18 @@ def _layout(name: Any) -> str:
     return name
 
 
-# Functions of ours that give the plain value in place of what a pickle calls.
-VALUES: dict[str, Callable[..., Any]] = {
+# Of what has keys, or is made of them, which are checked before it is made.
+KEYED: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _mapping,
     "collections.Counter": _mapping,
     "collections.defaultdict": _mapping,
     "builtins.dict": _mapping,
     "builtins.set": _set,
     "builtins.frozenset": _set,
+}
+# Functions of ours that give the plain value in place of what a pickle calls.
+VALUES: dict[str, Callable[..., Any]] = {
+    **KEYED,
     "builtins.list": _list,
     "builtins.bytearray": _bytes,
     "builtins.bytes": _bytes,
