@@ -371,7 +371,10 @@ def read_piece(
         piece.groups = [group for group in groups if isinstance(group, dict)]
         piece.states = [as_dict(states.get(row)) for row in range(len(rows))]
     elif isinstance(inner, list) and len(inner) == len(rows):  # of an elastic checkpoint
-        piece.states = [as_dict(state) for state in inner]
+        # What a group counts is not in its state.
+        step = said.get("base_optimizer_state_step")
+        own = {} if step is None else {"step": step}
+        piece.states = [own | as_dict(state) for state in inner]
     else:
         raise FormatError("the file has no state of an optimizer", where=where, hint=MIXED)
     return piece

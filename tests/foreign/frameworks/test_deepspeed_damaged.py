@@ -187,6 +187,26 @@ def of_optimizer(change: Callable[[Any, Any], object]) -> Callable[[Any], object
     return apply
 
 
+def test_an_elastic_checkpoint_keeps_the_step_that_its_groups_count(
+    written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(tag_of(written / "zero1"), tmp_path / "x"))
+
+    def elastic(said: Any, inner: Any) -> None:
+        state = dict(inner["state"][0])
+        step = state.pop("step").item()
+        said.update(base_optimizer_state=[state], base_optimizer_state_step=step)
+
+    for file in files_of(place, "optim"):
+        changed(file, of_optimizer(elastic))
+    with ckptkit.open(place) as checkpoint:
+        (told,) = (it.value for it in checkpoint.manifest.objects if it.name == "optimizer")
+        assert told[0]["values"]["up.weight"] == {"step": 3.0}
+    changed(file, of_optimizer(lambda said, _: said.update(base_optimizer_state_step=2)))
+    with pytest.raises(FormatError, match="its step is not that of rank 0"):
+        ckptkit.open(place)
+
+
 def weights(said: Any) -> Any:
     return said.get("fp32_flat_groups", said.get("single_partition_of_fp32_groups"))
 
