@@ -32,6 +32,8 @@ from ckptkit.model import Box, Placement, Replicate, Shard, document
 from ckptkit.model.box import flat_boxes
 
 _TIED = "tied_modules."
+# Of a weight made of several, such as those for queries, keys and values.
+_MOST_PARTS = 1 << 10
 # Of a Universal Checkpoint.
 _STATES = "optimizer_state.pt"
 _FILE = re.compile(r"(?P<name>.+)/(?P<key>[^/]+)\.pt")
@@ -168,10 +170,9 @@ class _Patterns:
             )
         self._info = info
         maps = as_dict(info.get("affine_map"))
-        if document.integer(maps.get("version", 1), f"{where}: affine_map: version") > 1:
-            raise FormatError(
-                "a later version of affine_map", where=where, value=maps["version"], hint=OTHERWISE
-            )
+        if (version := document.integer(maps.get("version", 1), where)) > 1:
+            what = "a later version of affine_map"
+            raise FormatError(what, where=where, value=version, hint=OTHERWISE)
         self._maps = as_dict(maps.get("params"))
 
     def _has(self, key: str, name: str) -> bool:
@@ -202,7 +203,8 @@ class _Patterns:
         if self._has("tp_replicated_parameter_patterns", name):
             return True
         known = ("parameter_with_row_parallelism_patterns", "vocabulary_parameter_patterns")
-        if any(self._has(key, name) for key in known) or self._sub_parameters(name):
+        shapes = [part.shape for part in parts]
+        if any(self._has(key, name) for key in known) or self._sub_parameters(name, shapes):
             return False
         raise FormatError(
             f"nothing says how ranks have cut {name}, which is not alike on all", where=self._where
@@ -271,7 +273,7 @@ class _Patterns:
                 raise FormatError(f"{name} has no two halves", where=self._where, value=shapes)
             each = [shape[0] // 2 for shape in shapes]
             widths = [each, each]
-        elif sub_parameters := self._sub_parameters(name):
+        elif sub_parameters := self._sub_parameters(name, shapes):
             dim, widths = sub_parameters
         else:
             dim = int(self._has("parameter_with_row_parallelism_patterns", name))
@@ -313,7 +315,9 @@ class _Patterns:
             blocks = tuple(sum(part) for part in widths)
         return shape, moves, Shard(dim, blocks if blocks and all(blocks) else None)
 
-    def _sub_parameters(self, name: str) -> tuple[int, list[list[int]]] | None:
+    def _sub_parameters(
+        self, name: str, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[int, list[list[int]]] | None:
         """The dim along which a parameter of several is cut, and how wide what each rank has of
         each of them is.
         """
@@ -327,13 +331,18 @@ class _Patterns:
                 told = widths.get(pattern)
                 shape = fields.get("shape")
                 if told is None and isinstance(shape, (list, tuple)) and dim < len(shape):
-                    # Before version 0.4 all are cut evenly.
-                    sizes = document.integers(shape[dim], where)
-                    if any(size % self._ranks for size in sizes):
-                        raise FormatError(
-                            "its parts cannot be cut evenly", where=where, value=sizes
-                        )
-                    told = [[size // self._ranks] * self._ranks for size in sizes]
+                    # Before version 0.4 all are cut evenly, and may be told by their number.
+                    sizes = shape[dim]
+                    version = self._info.get("universal_checkpoint_version", 0)
+                    if type(sizes) is int and type(version) in (int, float) and version < 0.4:
+                        count = document.integer(sizes, where, least=1, most=_MOST_PARTS)
+                        sizes = [sum(sum(has[dim : dim + 1]) for has in shapes) // count] * count
+                    if isinstance(sizes, (list, tuple)):
+                        sizes = document.integers(sizes, where)
+                        if any(size % self._ranks for size in sizes):
+                            what = "its parts cannot be cut evenly"
+                            raise FormatError(what, where=where, value=sizes)
+                        told = [[size // self._ranks] * self._ranks for size in sizes]
                 if not isinstance(told, (list, tuple)):
                     raise FormatError("nothing says how wide its parts are", where=where)
                 found = [list(document.integers(part, where)) for part in told]

@@ -332,6 +332,35 @@ def test_parts_of_tensors_that_nobody_knows_to_join_are_refused(
         ckptkit.open(place)
 
 
+def test_before_the_widths_were_told_a_number_of_even_parts_was(
+    written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(tag_of(written / "tp"), tmp_path / "x"))
+
+    def older(version: float, parts: int) -> Callable[[Any], object]:
+        def change(tree: Any) -> None:
+            info = tree[INFO]
+            for each in info["parameter_with_sub_params"]:
+                each["shape"] = (parts, *each["shape"][1:])
+            info.update(sub_param_shard_widths={}, affine_map={})
+            info["universal_checkpoint_version"] = version
+
+        return change
+
+    def write(version: float, parts: int) -> None:
+        for file in files_of(place, "model"):
+            changed(file, older(version, parts))
+
+    write(0.2, 3)
+    with ckptkit.open(place) as checkpoint:
+        name = "model/1.qkv_proj.weight"
+        assert same(checkpoint[name][...], wanted(written, "tp")[name])
+    for version, parts, what in ((0.4, 3, "nothing says how wide"), (0.2, 5, "do not fit")):
+        write(version, parts)
+        with pytest.raises(FormatError, match=what):
+            ckptkit.open(place)
+
+
 def test_ranks_and_stages_at_different_steps_are_refused(
     written: Path, stand_ins: None, tmp_path: Path
 ) -> None:
