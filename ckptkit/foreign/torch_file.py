@@ -279,7 +279,8 @@ def _numpy_value(said: Placeholder, where: str) -> Any:
         raise FormatError("not an array of numpy", where=where)
     _, shape, kind, by_columns, data = parts
     code = kind.args[0] if isinstance(kind, Placeholder) and kind.args else None
-    order = kind.state[1] if isinstance(kind, Placeholder) and type(kind.state) is tuple else "|"
+    told = kind.state if isinstance(kind, Placeholder) else None
+    order = (*told, None, None)[1] if type(told) is tuple else "|"
     if (
         type(code) is not str
         or not re.fullmatch(r"[biufc]\d{1,2}", code)

@@ -29,6 +29,7 @@ from ckptkit.errors import FormatError
 from ckptkit.foreign import pickles
 from ckptkit.foreign.pickles import read_pickle
 from ckptkit.foreign.pickles.globals import Global, Placeholder
+from ckptkit.foreign.torch_file import plain
 
 
 def read(data: bytes) -> Any:
@@ -119,6 +120,13 @@ def test_what_would_be_called_is_told() -> None:
     assert isinstance(call, Placeholder)
     assert call.kind == "ChunkStorageMetadata"
     assert call.fields() == {"offsets": (1,), "sizes": (2,)}
+
+
+def test_a_type_of_numpy_that_is_cut_short_is_refused() -> None:
+    kind = b"cnumpy\ndtype\n(U\2f8\x89\x88tR" + b"K\3\x85b"
+    data = b"cnumpy.core.multiarray\nscalar\n" + kind + b"U\x08abcdefgh\x86R."
+    with pytest.raises(FormatError, match="not of numbers"):
+        plain(read(data), "a/file.pt")
 
 
 def peak_of(data: bytes) -> int:
