@@ -235,7 +235,7 @@ def _optimizer(
         parameter = names[index]
         of = join("model", parameter) if parameter in known else None
         for key, value in entries.items():
-            if not isinstance(value, StateTensor) and _is_plain(value):
+            if not isinstance(value, StateTensor) and is_plain(value):
                 values.setdefault(parameter, {})[str(key)] = value
                 continue
             for path, tensor in _tensors(value, (key,)):
@@ -250,7 +250,7 @@ def _optimizer(
         for key, value in group.items():
             if key in ("params", "param_names"):
                 continue
-            if _is_plain(value):
+            if is_plain(value):
                 options[str(key)] = value
             else:
                 found.left_out[join("optimizer", "param_groups", str(key))] = "not a plain value"
@@ -454,7 +454,7 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(v, StateTensor) for v in value.values())
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     try:
         encode(value)
     except UnsupportedTypeError:

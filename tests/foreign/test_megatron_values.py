@@ -85,6 +85,25 @@ def test_namespaces_without_an_end_are_refused(tmp_path: Path) -> None:
         ckptkit.open(tmp_path)
 
 
+def test_options_are_kept_where_the_states_beside_them_are_nobodys(tmp_path: Path) -> None:
+    """As `dp_zero_gather_scatter` saves them: rows of all parameters of a bucket, of rank 0."""
+    row = {"param": torch.ones(12), "exp_avg": torch.ones(12), "numel_unpadded": 12}
+    states = {0: {(torch.bfloat16, torch.float32): row}, "buckets_coalesced": True}
+    groups = {"param_groups": [{"lr": 0.5, "step": 7}]}
+    state: dict[str, Any] = {"output_layer.weight": torch.ones(6, 2)}
+    for number in range(2):
+        of_rank = f"optimizer.distributed.dp_group_idx_{number}"
+        state[f"{of_rank}.param_state/shard_0_1"] = [states]
+        state[f"{of_rank}.optimizer/shard_0_1"] = [groups]
+    own = {"param_state": {0: {"step": torch.tensor(7.0)}}, "kind": "own"}
+    saved(tmp_path, state, {"optimizer": {0: own}})
+    with ckptkit.open(tmp_path) as checkpoint:
+        found = {item.name: item.value for item in checkpoint.manifest.objects}
+        assert found["extra/optimizer"] == [{0: {"kind": "own"}}, {"optimizer": groups}]
+        lost = checkpoint.details["left_out"]["optimizer.param_state"]
+    assert "--dist-ckpt-optim-fully-reshardable" in lost
+
+
 def joined(place: Path, of: dict[str, torch.Size]) -> None:
     """Make one tensor of those in a checkpoint that are called as it is, with their places."""
     file = place / ".metadata"

@@ -22,7 +22,7 @@ from ckptkit.foreign.pickles.globals import Global, Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
 from ckptkit.foreign.readers.megatron_buckets import BUCKETS, boxes_in, differing, placed_in
 from ckptkit.foreign.spread import placed_by_writers
-from ckptkit.foreign.states import StateTensor, reason, states_of, step_counted
+from ckptkit.foreign.states import StateTensor, is_plain, reason, states_of, step_counted
 from ckptkit.foreign.torch_file import read_file
 from ckptkit.model import MAX_WORLD_SIZE, Axis, Box, Mesh, Shard, Stage, Strategy
 
@@ -42,6 +42,7 @@ _OPTIONS = (
 )
 _WRITTEN = re.compile(r"__([0-9]{1,8})_[0-9]+\.distcp", re.ASCII)
 _MOST_VALUES = 1 << 20
+_RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 
 
@@ -67,6 +68,11 @@ def read_megatron(folder: Folder) -> ForeignStep:
     sizes = _sizes(args)
     of_ranks, objects = _objects(has.objects)
     said = [common.pop("optimizer", None), of_ranks]
+    if _states_taken(said):
+        unread["optimizer.param_state"] = (
+            "what it has is of parameters that nothing tells; where states are missing, load it "
+            f"with Megatron, and save it with {_RESHARDABLE}"
+        )
     noted: dict[str, Any] = {key: n for key, n in sizes.items() if key.endswith("vocab_size")}
     # Versions and options call it one or the other.
     masters = {
@@ -89,7 +95,7 @@ def read_megatron(folder: Folder) -> ForeignStep:
             unread["optimizer.distributed"] = (
                 f"of {_some(lost, model)} no state was found in the buckets of the "
                 "distributed optimizer, or nothing tells whose it is; where they are not frozen, "
-                "load it with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
+                f"load it with Megatron, and save it with {_RESHARDABLE}"
             )
     optimizer = optimizer_of(states, said)
     # What of the model was the same on all ranks, and no tensor of Megatron.
@@ -301,6 +307,19 @@ def _options(said: Any) -> list[dict[str, Any]]:
         return [group for group in said["param_groups"] if isinstance(group, dict)]
     inner = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
     return [group for each in inner for group in _options(each)]
+
+
+def _states_taken(said: Any) -> bool:
+    """Take states that are no plain values out of what optimizers say; whether there were some."""
+    lost: list[Any] = []
+    if isinstance(said, dict):
+        states = [key for key in said if str(key).endswith("param_state")]
+        lost = [key for key in states if not is_plain(said[key])]
+    for key in lost:
+        del said[key]
+    inner = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
+    below = [_states_taken(each) for each in inner]
+    return bool(lost) or any(below)
 
 
 def optimizer_of(states: Mapping[str, dict[str, Any]], said: Any) -> dict[str, Any]:
