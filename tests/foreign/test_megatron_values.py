@@ -110,13 +110,13 @@ def joined(place: Path, of: dict[str, torch.Size]) -> None:
     metadata = pickle.loads(file.read_bytes())
     entries, items = metadata.state_dict_metadata, metadata.storage_data
     for key, shape in of.items():
+        parts = {name: entries.pop(name) for name in list(entries) if name.startswith(f"{key}@")}
         chunks = []
-        for part in [name for name in entries if name.startswith(f"{key}@")]:
+        for part, entry in parts.items():
             offset = torch.Size(map(int, part.partition("@")[2].split(",")))
-            one = entries.pop(part)
-            chunks.append(ChunkStorageMetadata(offset, one.size))
+            chunks.append(ChunkStorageMetadata(offset, entry.size))
             items[MetadataIndex(key, offset)] = items.pop(MetadataIndex(part, [0] * len(offset)))
-        entries[key] = replace(one, size=shape, chunks=chunks)
+        entries[key] = replace(next(iter(parts.values())), size=shape, chunks=chunks)
     file.write_bytes(pickle.dumps(metadata))
 
 

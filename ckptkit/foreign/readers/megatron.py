@@ -55,12 +55,12 @@ def read_megatron(folder: Folder) -> ForeignStep:
     common = _common(folder, has, unread)
     model, states, theirs = _named(has.tensors)
     for name, of_one in states.items():
-        shape = model[name].shape if name in model else None
-        for state, tensor in list(of_one.items()) if shape is not None else ():
+        for state, tensor in list(of_one.items()) if name in model else ():
+            shape = model[name].shape
             if tensor.shape in (shape, (), (1,)):
                 continue
-            if placed := _of_grid(tensor, shape):
-                of_one[state] = placed
+            if whole := _of_grid(tensor, shape):
+                of_one[state] = whole
             else:
                 unread[_ours(name, state)] = f"its shape is {tensor.shape}, the parameter's {shape}"
                 del of_one[state]

@@ -227,7 +227,7 @@ def test_how_ranks_of_tensor_parallelism_cut_is_told(written: Path) -> None:
     assert cuts["model/0.weight"] == cuts["model/1.scale"] == "replicate"
 
 
-def pieces_of(rows: list[list[tuple[int, int, list[int]]]], shape: tuple[int, int]) -> Any:
+def pieces_of(rows: list[list[tuple[int, int, list[int]]]], shape: tuple[int, ...]) -> Any:
     """What DeepSpeed keeps as `affine_map` of a matrix, of which each rank has some runs of rows:
     (the first, how many, the ranks that have them).
     """
@@ -274,15 +274,16 @@ def test_pieces_of_fused_weights_are_put_where_their_maps_say(tmp_path: Path) ->
         for name, value in wanted.items():
             assert same(checkpoint[f"model/{name}"][...], value.numpy()), name
     first = maps[r"^qkv\.weight$"]["ranks"][0]
-    for key, value, what in (
+    wrong: tuple[tuple[str, Any, str], ...] = (
         ("scale", 0.5, "a piece that is scaled"),
         ("dest", [0, [1, 6]], "or no box"),
         ("source", [36, [3, 1]], "not a range"),
         ("source", [3, [3, 1]], "no file has this part"),
         ("source", 3, "must be a list of integers"),
-    ):
+    )
+    for key, bad, what in wrong:
         good = dict(first["pieces"][0])
-        first["pieces"][0][key] = value
+        first["pieces"][0][key] = bad
         write()
         with pytest.raises(CkptkitError, match=what):
             ckptkit.open(tmp_path)
