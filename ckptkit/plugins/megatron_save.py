@@ -270,8 +270,9 @@ def _shown(folder: Path, arrays: Iterable[ToldArray]) -> dict[str, Any]:
     found = states_of({**common, "model": model, **optimizer}, str(folder))
     for key, value in {**beside, "optimizer": [said] if said else None}.items():
         if value:
-            found.keep(f"extra/{key}", value)
-    return {item.name: item.value for item in found.objects}
+            name = f"extra/{key}"
+            found.keep(f"{name}.said" if name in found.objects else name, value)
+    return {item.name: item.value for item in found.objects.values()}
 
 
 class _Pieces(DefaultSavePlanner):

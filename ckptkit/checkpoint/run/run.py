@@ -108,8 +108,7 @@ class Run:
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Open a step, the newest committed one by default."""
-        if step is None:
-            step = self.latest()
+        step = self.latest() if step is None else step
         if step is None:
             hint = f"`ckpt ls {self.location}` shows what was begun"
             raise NotFoundError("a run without a committed step", where=self.location, hint=hint)
@@ -161,10 +160,9 @@ class Run:
         and those in `keep` stay; without the first two all do. The newest are those with the
         highest numbers, whenever they were saved. What aborted saves and writes left, and no
         manifest names, is deleted once it is older than `grace` seconds: what is younger may be a
-        save under way.
-        Committed steps above `up_to` are left alone and do not count: a job that went back to an
-        earlier step must not lose the steps it saves then. Nor do steps whose folder is a symbolic
-        link; of a link in a step that goes only the name is deleted.
+        save under way. Committed steps above `up_to` are left alone and do not count: a job that
+        went back to an earlier step must not lose the steps it saves then. Nor do steps whose
+        folder is a symbolic link; of a link in a step that goes only the name is deleted.
         """
         retention = Retention(keep_last, keep_every, keep=(frozenset(keep),))
         return plan_prune(self._store, retention, grace=grace, up_to=up_to)
@@ -198,8 +196,8 @@ class Run:
             if folder.name in folders:
                 # A deletion that was killed leaves empty folders. They go with a name in them.
                 data, is_there = folder.data(), True
-                is_link = DATA in self._store.links(folder.name)
-                inner = [] if is_link else self._store.children(data)
+                links = self._store.links(folder.name)
+                inner = [] if DATA in links else self._store.children(data)
                 keys += [f"{below}/{_NOTHING}" for below in (*map(folder.data, inner), data)]
             if not self._store.abilities.claims_names:
                 left = [entry.key for entry in self._store.leftovers(folder.name)]
@@ -214,14 +212,12 @@ class Run:
         try:
             save, nbytes = read_head(folder)
         except NotFoundError:
-            nbytes = _total(self._store.list(folder.data()))
-            return StepInfo(step, committed=False, nbytes=nbytes)
+            return StepInfo(step, committed=False, nbytes=_total(self._store.list(folder.data())))
         except FormatError as error:
             nbytes = _total(self._store.list(name))
             return StepInfo(step, committed=True, nbytes=nbytes, problem=error.what)
-        return StepInfo(
-            step, committed=True, nbytes=nbytes, time=save.time, strategy=str(save.strategy)
-        )
+        strategy = str(save.strategy)
+        return StepInfo(step, committed=True, nbytes=nbytes, time=save.time, strategy=strategy)
 
 
 _NOTHING = "nothing"
@@ -339,15 +335,14 @@ def plan_prune(
     for step, save in saves.items():
         folder = StepFolder(store, folders[step])
         named = None if save is None else save.save_id
-        if named is not None and step not in kept:
-            entries, keys = keys_of(folder)
-            nbytes = _total(entries)
-            removals.append(Removal("step", step, folder.name, named, nbytes, tuple(keys)))
-            continue
         if named is None:
             removals += _begun(folder, step, before)
-        else:
+        elif step in kept:
             removals += _orphans(folder, step, named, before)
+        else:
+            entries, keys = keys_of(folder)
+            removals.append(Removal("step", step, folder.name, named, _total(entries), tuple(keys)))
+            continue
         if store.abilities.claims_names:
             removals += _leftovers(store.leftovers(folder.name), before)
     if store.abilities.claims_names:
@@ -413,9 +408,7 @@ def keys_of(folder: StepFolder) -> tuple[list[Stored], list[str]]:
 
 
 def clock_of(store: Store) -> float:
-    """The time by the clock that a store stamps objects with, by a small one that is deleted, with
-    those that others left who were killed here.
-    """
+    """The time by the store's own clock, of a small object; what the killed left goes too."""
     key = f"{_CLOCK}/{os.urandom(8).hex()}"
     store.put(key, b"now")
     gone = [key]
@@ -452,8 +445,7 @@ def _begun(folder: StepFolder, step: int, before: float) -> list[Removal]:
     # Young data may be of a save that is about to replace it.
     if claim and _old(entries, before):
         found.insert(0, Removal("orphan", step, folder.name, "", 0, (manifest,)))
-    has_folders = store.abilities.has_folders
-    if has_folders and not entries and not store.children(folder.data()):
+    if store.abilities.has_folders and not entries and not store.children(folder.data()):
         # Deleting a key in folders that are empty removes them.
         found.append(Removal("orphan", step, folder.name, "", 0, (folder.data(_NOTHING),)))
     return found
@@ -473,8 +465,7 @@ def _orphans(folder: StepFolder, step: int, named: str | None, before: float) ->
             if is_ours and _old(entries, before):
                 keys = tuple(entry.key for entry in entries)
                 keys = keys or (f"{folder.data(save_id)}/{_NOTHING}",)
-                nbytes = _total(entries)
-                found.append(Removal("orphan", step, folder.name, save_id, nbytes, keys))
+                found.append(Removal("orphan", step, folder.name, save_id, _total(entries), keys))
     return found
 
 
