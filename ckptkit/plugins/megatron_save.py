@@ -270,9 +270,10 @@ def _shown(folder: Path, arrays: Iterable[ToldArray]) -> dict[str, Any]:
     found = states_of({**common, "model": model, **optimizer}, str(folder))
     for key, value in {**beside, "optimizer": [said] if said else None}.items():
         if value:
-            name = f"extra/{key}"
-            found.keep(f"{name}.said" if name in found.objects else name, value)
-    return {item.name: item.value for item in found.objects.values()}
+            # All of it is loaded again, so it replaces what was left of it here.
+            found.objects.pop(f"extra/{key}", None)
+            found.keep(f"extra/{key}", value)
+    return {name: item.value for name, item in found.objects.items()}
 
 
 class _Pieces(DefaultSavePlanner):

@@ -226,7 +226,7 @@ def objects_of(names: Names, values: Mapping[str, tuple[Path, Any]], where: str)
     for fqn, (path, value) in values.items():
         put(tree, path, value, fqn)
     states = states_of(with_lists(names.inner(tree)), where)
-    found = {item.name: item.value for item in states.objects.values()}
+    found = {name: item.value for name, item in states.objects.items()}
     kept: dict[str, Any] = {}
     for fqn, (path, value) in values.items():
         # Large ones are not stored twice.
