@@ -12,8 +12,15 @@ from typing import Any
 
 import pytest
 
-from ckptkit.errors import AccessError, AlreadyExistsError, CorruptionError, StorageError
+from ckptkit.errors import (
+    AccessError,
+    AlreadyExistsError,
+    CorruptionError,
+    NoSpaceError,
+    StorageError,
+)
 from ckptkit.storage import Store, open_store
+from ckptkit.storage.base.store import Sink
 from ckptkit.storage.objects.errors import Transient
 from ckptkit.storage.objects.server import retried
 from tests.servers.faults import (
@@ -221,6 +228,28 @@ def test_a_lost_answer_to_completing_an_upload_is_resolved_by_looking(
     assert len(proxy.met) == 1
     assert direct(bucket).read("a") == data
     assert direct(bucket).leftovers() == []
+
+
+def test_an_upload_over_an_object_of_its_size_is_taken_for_that_only_where_it_was_completed(
+    store: Store, bucket: Bucket, proxy: Proxy
+) -> None:
+    old, new = (random.Random(seed).randbytes(2 * PIECE) for seed in (5, 6))
+    direct(bucket).put("a", old)
+    proxy.inject(Answer(403, "QuotaExceeded"), kind("PUT", query="partNumber"), times=None)
+    sink = store.create("a", [len(new)], again=True)
+    with pytest.raises(NoSpaceError, match="quota"):
+        written(sink, new)
+    sink.abort()
+    proxy.forgive()
+    assert direct(bucket).read("a") == old
+    proxy.inject(LoseAnswer(), kind("POST", query="uploadId="))
+    written(store.create("a", [len(new)], again=True), new)
+    assert direct(bucket).read("a") == new
+
+
+def written(sink: Sink, data: bytes) -> None:
+    sink.write(0, memoryview(data))
+    sink.finish()
 
 
 def test_a_part_that_was_damaged_on_its_way_is_never_committed(

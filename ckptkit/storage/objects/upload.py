@@ -11,17 +11,24 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from itertools import accumulate, chain
 
 import numpy as np
 
-from ckptkit.errors import CkptkitError, CorruptionError, StorageError
+from ckptkit.errors import (
+    AccessError,
+    CkptkitError,
+    CorruptionError,
+    NoSpaceError,
+    NotFoundError,
+    StorageError,
+)
 from ckptkit.storage.base.buffers import AlignedBuffer, copy_bytes, default_pool
 from ckptkit.storage.base.store import Parts, as_bytes, piece_size
 from ckptkit.storage.objects.errors import Transient
-from ckptkit.storage.objects.server import ObjectServer
+from ckptkit.storage.objects.server import ObjectServer, Stat
 
 # One is filled while another is sent.
 _LEAST_PIECES = 2
@@ -63,6 +70,8 @@ class ObjectSink:
         self._is_over = threading.Event()
         self._starting = threading.Lock()
         self._etag: str | None = None
+        # What was there when it began.
+        self._before: Stat | None = None
         self._error: BaseException | None = None
         self._ended = False
 
@@ -157,9 +166,13 @@ class ObjectSink:
         """Send the blocks as they come: what the thread of the upload does."""
         server = self._server
         try:
+            # Here, while the first blocks are filled.
             if not self._again:
-                # Here, while the first blocks are filled.
                 server.refuse_taken(self._key)
+            else:
+                # S3 refuses to say that nothing is there to whoever may not list.
+                with suppress(NotFoundError, AccessError):
+                    self._before = server.head(self._key)
             threading.Thread(target=self._watch, name="upload watch", daemon=True).start()
             self._etag = server.client.upload(
                 self._key,
@@ -191,17 +204,17 @@ class ObjectSink:
     def _was_completed(self) -> bool:
         """Whether the upload was completed, though the answer was lost.
 
-        Then asking again finds no such upload. There was no object of this name, or one of the
-        same bytes, and packs are never written twice: one of this size is this one.
+        Then asking again finds no such upload. Packs are never written twice: an object of this
+        size that was not there before is this one.
         """
-        if not self._window.is_empty:
+        if not self._window.is_empty or isinstance(self._error, AccessError | NoSpaceError):
             return False
         try:
             found = self._server.head(self._key)
         except CkptkitError:
             return False  # what the upload said of itself says more
         self._etag = found.etag
-        return found.size == self._parts.total
+        return found.size == self._parts.total and found != self._before
 
     def _refusal(self) -> CkptkitError:
         if isinstance(self._error, CkptkitError):
