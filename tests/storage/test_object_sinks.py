@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -241,6 +242,30 @@ def test_aborting_ends_the_wait_for_memory(bucket: Bucket, proxy: Proxy, engine:
     aborting.join(60)
     assert not aborting.is_alive()
     assert store.list() == []
+
+
+def test_nothing_is_left_of_an_upload_that_is_completed_while_it_is_aborted(
+    bucket: Bucket, proxy: Proxy, engine: str
+) -> None:
+    held = Hold()
+    proxy.inject(held, kind("POST", query="uploadId="))
+    options = {"engine": engine, "part_size": PIECE}
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, **options))
+    sink = store.create("a", [PIECE] * 2)
+    main = threading.main_thread().ident
+    assert main == threading.get_ident()
+
+    def interrupt() -> None:
+        assert held.come.wait(30)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        written(sink, 2)
+    threading.Timer(0.5, held.go.set).start()
+    sink.abort()
+    assert held.go.is_set(), "it waited for the upload"
+    assert store.list() == store.leftovers() == []
 
 
 def written(sink: Any, parts: int) -> None:

@@ -34,6 +34,9 @@ from ckptkit.storage.objects.server import ObjectServer, Stat
 _LEAST_PIECES = 2
 # An engine that sends a piece again may say nothing, for as long as its deadline is.
 _PATIENCE = 30.0
+# Seconds that an upload is waited for at a time: Ctrl-C may reach another thread, which ends no
+# wait of this one. Not by `join`, which takes a thread for ended when Ctrl-C comes (Python 3.11).
+_LOOK = 0.1
 
 _log = logging.getLogger("ckptkit.storage")
 
@@ -103,8 +106,8 @@ class ObjectSink:
         self._parts.complete()
         self._window.seal()
         # Whatever is not empty has begun it.
-        if self._thread is not None:
-            self._thread.join()
+        while self._thread is not None and not self._is_over.wait(_LOOK):
+            pass
         if self._error is not None and not self._was_completed():
             raise self._refusal() from self._error
         check = self._check
@@ -131,9 +134,13 @@ class ObjectSink:
         self._parts.close()
         if self._ended:
             return
+        while self._thread is not None and not self._is_over.wait(_LOOK):
+            pass
         self._ended = True
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is not None and self._error is None and not self._again:
+            # It was completed before it could be stopped.
+            with suppress(CkptkitError):
+                self._server.delete([self._key])
         self._window.close()
         # Its traceback knows this sink.
         self._error = None
