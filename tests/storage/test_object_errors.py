@@ -8,10 +8,12 @@ import math
 import os
 import pickle
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from obstore.exceptions import GenericError
@@ -352,6 +354,33 @@ def test_the_probe_is_made_once_and_only_when_something_is_created(
     again = open_store(f"{bucket.url}/run", bucket.through(proxy.endpoint, engine=engine))
     again.put("c", b"x", exclusive=True)
     assert proxy.counts["PUT"] == 1 + (2 + CREATORS * RACES) + 3
+    assert store.abilities.exclusive_create
+
+
+def test_a_probe_whose_threads_cannot_start_ends_and_is_made_again(
+    bucket: Bucket, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(bucket.url, {**bucket.options, "engine": engine})
+    store.put("plain", b"x")
+    told: list[str] = []
+
+    def start(thread: threading.Thread, begin: Any = threading.Thread.start) -> None:
+        if thread.name.endswith(f"_{CREATORS - 1}"):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    def put() -> None:
+        with pytest.raises(RuntimeError) as caught:
+            store.put("a", b"x", exclusive=True)
+        told.append(str(caught.value))
+
+    putting = threading.Thread(target=put, daemon=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        putting.start()
+        putting.join(30)
+    assert told == ["can't start new thread"]
+    store.put("a", b"x", exclusive=True)
     assert store.abilities.exclusive_create
 
 

@@ -276,7 +276,11 @@ class ObjectServer:
             # It refuses whoever comes later; now those that come at once.
             with ThreadPoolExecutor(CREATORS) as creators:
                 races = (creators.map(partial(wins, key), range(CREATORS)) for key in scratch[1:])
-                return all(sum(race) <= 1 for race in races)
+                try:
+                    return all(sum(race) <= 1 for race in races)
+                finally:
+                    # Where one could not start, or Ctrl-C came, the others would wait for it.
+                    meeting.abort()
         except UnsupportedError:
             pass  # some servers do not ignore what they do not know
         finally:
