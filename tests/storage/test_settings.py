@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from ckptkit.errors import UsageError
+from ckptkit.errors import AccessError, CkptkitError, UsageError
 from ckptkit.storage import LocalStore, Options, open_store
 from ckptkit.storage.base.address import Settings, read_settings
 
@@ -100,3 +101,38 @@ def test_settings_show_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found.secrets) == 3
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "DDD")
     assert "DDD" in Settings().secrets
+
+
+_SSO = "sso_session = s\nsso_account_id = 123456789012\nsso_role_name = r\n"
+_SESSION = "[sso-session s]\nsso_start_url = https://x.awsapps.com/start\nsso_region = us-east-1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "word", "hint"),
+    [
+        ("[default\n", UsageError, "cannot be read .*config", "~/.aws"),
+        ("[default]\nrole_arn = a\nsource_profile = nope\n", UsageError, "wrong .*nope", "~/.aws"),
+        ("[default]\naws_access_key_id = me\n", AccessError, "half .*secret_access_key", "~/.aws"),
+        ("[default]\ncredential_process = false\n", AccessError, "could not be got", "aws sts"),
+        (f"[default]\n{_SSO}{_SESSION}", AccessError, "nobody is logged in", "aws sso login"),
+    ],
+)
+def test_a_fault_in_the_configuration_of_aws_is_told_as_that(
+    text: str,
+    expected: type[CkptkitError],
+    word: str,
+    hint: str,
+    engine: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [it for it in os.environ if it.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(text)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    options = {"endpoint": "http://127.0.0.1:9", "region": "us-east-1", "engine": engine}
+    with pytest.raises(expected, match=word) as caught:
+        open_store("s3://bucket/run", options).list()
+    assert hint in caught.value.hint

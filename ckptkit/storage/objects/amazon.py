@@ -57,15 +57,16 @@ def new_session(settings: Settings, where: str) -> Any:
 
     # Keys that are passed count more than a profile that is.
     session = botocore.session.Session(profile=None if settings.access_key else settings.profile)
-    try:
-        session.get_scoped_config()
-    except ProfileNotFound:
-        raise UsageError(
-            "there is no such profile",
-            where=where,
-            value=settings.profile,
-            hint="`aws configure list-profiles` lists them; see AWS_PROFILE and ~/.aws",
-        ) from None
+    with translated(where, settings.secrets):
+        try:
+            session.get_scoped_config()
+        except ProfileNotFound:
+            raise UsageError(
+                "there is no such profile",
+                where=where,
+                value=settings.profile,
+                hint="`aws configure list-profiles` lists them; see AWS_PROFILE and ~/.aws",
+            ) from None
     return session
 
 
@@ -163,7 +164,8 @@ def s3_credentials(
             return None, None
         raise UsageError("a profile needs the package botocore", hint="pip install 'ckptkit[s3]'")
     session = new_session(settings, where)
-    credentials = session.get_credentials()
+    with translated(where, settings.secrets):
+        credentials = session.get_credentials()
     if credentials is None:
         raise trouble("no credentials", where)
 

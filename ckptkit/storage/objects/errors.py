@@ -17,6 +17,7 @@ from ckptkit.errors import (
     NoSpaceError,
     NotFoundError,
     StorageError,
+    UsageError,
 )
 from ckptkit.storage.base.address import Location
 from ckptkit.storage.base.disk import refusal
@@ -50,7 +51,13 @@ class Answer:
 _CLOCK = "set the clock of this machine (NTP): it is minutes off"
 _REGION = "set the option region, or AWS_REGION, to the region of the bucket"
 _KEY = "check the access key and the secret key, and whether they belong to this server"
-# Capitalised as servers say them; the others are ours, of what happens without an answer.
+_FILES = (
+    "mend ~/.aws/config and ~/.aws/credentials, or what AWS_CONFIG_FILE and "
+    "AWS_SHARED_CREDENTIALS_FILE name"
+)
+_LOGIN = "run `aws sso login`, with --profile where you use one"
+# Capitalised as servers say them, or as botocore calls its errors; the others are ours, of what
+# happens without an answer.
 _KINDS: dict[str, tuple[type[CkptkitError], str, str]] = {
     "AccessDenied": (AccessError, "not allowed", "ask for permission to read, write and list here"),
     "AllAccessDisabled": (AccessError, "not allowed", "the bucket is closed; choose another"),
@@ -88,6 +95,18 @@ _KINDS: dict[str, tuple[type[CkptkitError], str, str]] = {
             "for gs:// set GOOGLE_APPLICATION_CREDENTIALS"
         ),
     ),
+    "ConfigParseError": (UsageError, "the AWS configuration cannot be read", _FILES),
+    "InvalidConfigError": (UsageError, "the AWS configuration is wrong", _FILES),
+    "InfiniteLoopConfigError": (UsageError, "the AWS configuration is wrong", _FILES),
+    "PartialCredentialsError": (AccessError, "half of the credentials is missing", _FILES),
+    "CredentialRetrievalError": (
+        AccessError,
+        "the credentials could not be got",
+        "check that `aws sts get-caller-identity` works",
+    ),
+    "SSOTokenLoadError": (AccessError, "nobody is logged in at AWS SSO", _LOGIN),
+    "UnauthorizedSSOTokenError": (AccessError, "nobody is logged in at AWS SSO", _LOGIN),
+    "TokenRetrievalError": (AccessError, "nobody is logged in at AWS SSO", _LOGIN),
     "unencrypted": (
         StorageError,
         "the connection would not be encrypted",
@@ -194,10 +213,7 @@ def below(top: Location, key: str) -> str:
 
 # By name, because none of the packages needs to be there. First what the connection tells, which
 # may be the cause of what looks like a plain time-out.
-_WITHOUT_CREDENTIALS = {
-    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
-    *("DefaultCredentialsError", "RefreshError", "TokenRetrievalError"),
-}
+_WITHOUT_CREDENTIALS = {"NoCredentialsError", "DefaultCredentialsError", "RefreshError"}
 _UNTRUSTED = {"SSLError", "SSLCertVerificationError", "ClientConnectorCertificateError"}
 _SLOW = {"ConnectTimeoutError", "ReadTimeoutError", "ServerTimeoutError", "FSTimeoutError"}
 _BROKEN = {
@@ -234,6 +250,9 @@ def translation(
     """What to raise instead of an error of an engine."""
     if answer := answer_of(error):
         return error_of(answer, where, secrets)
+    told = Answer(code=type(error).__name__, message=str(error))
+    if told.code in _KINDS:
+        return error_of(told, where, secrets)
     for cause in _causes(error):
         if kind := _connection_trouble(cause):
             return trouble(kind, where)
@@ -244,7 +263,7 @@ def translation(
                 return trouble(kind, where)
         if isinstance(cause, OSError) and cause.errno in _DISK:
             return refusal(cause, where)
-    return error_of(Answer(message=f"{type(error).__name__}: {error}"), where, secrets)
+    return error_of(told, where, secrets)
 
 
 def answer_of(error: BaseException) -> Answer | None:

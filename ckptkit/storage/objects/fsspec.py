@@ -342,8 +342,8 @@ class S3fsClient(FsspecClient):
         """One request of S3, about a key or the bucket, while about so many bytes are sent."""
         named = {"Key": key} if key else {}
         limit = self._limit(self._settings.stall_seconds, in_flight)
-        self._path(key)  # refuses what could be written here, and never be read
         with self._answers(key):
+            self._path(key)  # refuses what could be written here, and never be read
             return self._fs.call_s3(method, Bucket=self._root, **named, **asked, **limit)
 
     def _call_again(self, method: str, key: str, *, in_flight: int = 0, **asked: Any) -> Any:

@@ -40,6 +40,7 @@ _OBSTORE_STATUS = re.compile(r"status code: ([0-9]{3})")
 # Names in these may look like signs.
 _URLS = re.compile(r"""https?://\S+|path: "[^"]*\"""")
 _GIVES_CREDENTIALS = re.compile(r"https?://(?:169\.254\.169\.254|metadata\.google\.internal)[:/]")
+_GAVE_NONE = re.compile(r"External AWS credential provider: (\w+): (.*)")
 # Without an answer only the text of obstore tells what happened.
 _SIGNS = (
     ("Temporary failure in name resolution", "busy resolver"),
@@ -236,6 +237,8 @@ def obstore_translation(
     for sign, kind in _SIGNS:
         if sign in text:
             return trouble(kind, where)
+    if told := _GAVE_NONE.search(text):
+        return error_of(Answer(code=told[1], message=told[2]), where, secrets)
     return StorageError(
         f"the request failed ({text.partition(_DEBUG)[0][:_LONGEST]})",
         where=where,
