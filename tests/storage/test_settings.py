@@ -103,6 +103,19 @@ def test_settings_show_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "DDD" in Settings().secrets
 
 
+def test_a_client_is_shared_whatever_happens_in_the_working_directory(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    clients = []
+    for number in (1, 2):
+        os.utime(tmp_path, (number, number))
+        store = open_store("s3://bucket/run", {"engine": engine, "anonymous": True})
+        clients.append(store._server.client)  # type: ignore[attr-defined]
+    assert clients[0] is clients[1]
+
+
 _SSO = "sso_session = s\nsso_account_id = 123456789012\nsso_role_name = r\n"
 _SESSION = "[sso-session s]\nsso_start_url = https://x.awsapps.com/start\nsso_region = us-east-1\n"
 

@@ -86,8 +86,9 @@ def _environment() -> object:
     process, as no connection outlives a fork.
     """
     found = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+    google = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
     changed = {}
-    for file in (*aws_files(), Path(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", ""))):
+    for file in (*aws_files(), *([Path(google)] if google else ())):
         with suppress(OSError):
             changed[file] = file.stat().st_mtime_ns
     return os.getpid(), tuple(sorted(found.items())), tuple(changed.items())
