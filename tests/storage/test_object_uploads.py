@@ -1,4 +1,4 @@
-"""Which multipart uploads count as left over."""
+"""Which multipart uploads count as left over, and listings that are told page by page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckptkit.storage import Location
+from ckptkit.errors import StorageError
+from ckptkit.storage import Location, open_store
 from ckptkit.storage.base.address import Settings
 from ckptkit.storage.objects import amazon
+from ckptkit.storage.objects.fsspec import S3fsClient
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -35,3 +37,14 @@ def test_an_upload_is_as_old_as_its_newest_part(monkeypatch: pytest.MonkeyPatch)
     (upload,) = amazon.BotocoreBucket(Location.parse("s3://bucket"), Settings()).uploads("run")
     assert upload.modified == (BEGAN + timedelta(minutes=200)).timestamp()
     assert upload.size == 2000
+
+
+def test_a_listing_with_more_and_no_word_where_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    page: dict[str, Any] = {"IsTruncated": True}
+    monkeypatch.setattr(S3fsClient, "_call", lambda *_, **__: page)
+    with pytest.raises(StorageError, match="there is more, and not where"):
+        open_store("s3://bucket", {"engine": "fsspec"}).list()
+    bucket = amazon.BotocoreBucket(Location.parse("s3://bucket"), Settings())
+    monkeypatch.setattr(bucket, "_ask", lambda *_, **__: page)
+    with pytest.raises(StorageError, match="there is more, and not where"):
+        bucket.uploads("run")

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.errors import CkptkitError, NotFoundError, StorageError, UsageError
+from ckptkit.errors import CkptkitError, NotFoundError, UsageError
 from ckptkit.storage.base.address import Location, Settings, checked_endpoint
 from ckptkit.storage.objects.errors import (
     Transient,
@@ -298,8 +298,7 @@ class BotocoreBucket:
             markers = ("KeyMarker", "UploadIdMarker", "PartNumberMarker")
             following = {it: page[f"Next{it}"] for it in markers if f"Next{it}" in page}
             if not following:
-                where = below(self._top, at)
-                raise StorageError("the server says that there is more, and not where", where=where)
+                raise trouble("endless", below(self._top, at))
             asked |= following
 
     def _ask(self, method: str, at: str, **asked: Any) -> Any:

@@ -122,6 +122,11 @@ _KINDS: dict[str, tuple[type[CkptkitError], str, str]] = {
         "the server does not speak https",
         "check the endpoint; for one without encryption ask for it: http=true",
     ),
+    "endless": (
+        StorageError,
+        "the server says that there is more, and not where",
+        "check the endpoint, and whether the server supports listings of several pages",
+    ),
     # It sends a range, or all of the object, and says that all is what it sends.
     "no ranges": (
         StorageError,

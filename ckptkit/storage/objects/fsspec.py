@@ -325,6 +325,8 @@ class S3fsClient(FsspecClient):
             yield page
             if not page.get("IsTruncated"):
                 return
+            if "NextContinuationToken" not in page:
+                raise trouble("endless", below(self._top, folder))
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, keys: Sequence[str]) -> None:
