@@ -321,7 +321,7 @@ def _cleared(name: str, parent: int) -> bool:
     descriptor = os.open(name, flags, dir_fd=parent)
     try:
         names = os.listdir(descriptor)  # noqa: PTH208 — of what is open, not of a path
-        if not all(map(is_temporary, names)):
+        if not all(map(is_leftover, names)):
             return False
         for each in names:
             os.unlink(each, dir_fd=descriptor)

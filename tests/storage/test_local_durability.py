@@ -280,6 +280,15 @@ def test_only_files_named_as_the_store_names_them_are_left_over(tmp_path: Path) 
     assert names(tmp_path / "step") == [n for n in before if n != ".tmp-0123456789abcdef"]
 
 
+def test_a_folder_with_a_file_named_almost_as_the_store_does_stays(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("step/a", b"x")
+    for name in (".tmp-mine", ".tmp-0123456789abcdef"):
+        (tmp_path / "step" / name).write_bytes(b"left")
+    store.delete(["step/a"])
+    assert (tmp_path / "step/.tmp-mine").read_bytes() == b"left"
+
+
 def replaced_link(
     monkeypatch: pytest.MonkeyPatch, link: Callable[[Callable[..., None], Any, Any], None]
 ) -> None:
