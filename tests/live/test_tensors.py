@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from torch.masked import masked_tensor
 import ckptkit
 from ckptkit.errors import LayoutError, UnsupportedTypeError, UsageError
 from ckptkit.live import load, load_state, save
+from ckptkit.live.state import tensors
 from tests.live.pool import Pool
 
 DTYPES = [
@@ -188,3 +192,18 @@ def test_a_sharded_tensor_of_the_older_kind_is_refused_by_name(gloo: Pool, tmp_p
     for message in gloo.run(2, save_sharded, str(tmp_path)):
         assert message.startswith("s/x: a ShardedTensor")
         assert "DTensor" in message
+
+
+def test_a_system_without_huge_pages_has_pinned_memory_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class WithoutHugePages(tensors._Pinned):
+        def madvise(self, option: int, *_: int) -> None:
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(errno.EINVAL, "no such advice")
+
+    cuda = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
+    monkeypatch.setattr(tensors, "_Pinned", WithoutHugePages)
+    assert tensors.pinned_memory(100).tolist() == [0] * 100

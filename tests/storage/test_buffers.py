@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from collections.abc import Callable
 from typing import Literal
 
@@ -45,6 +47,18 @@ def test_large_memory_is_whole_huge_pages(size: int) -> None:
         view[-1] = 1
     assert not pool.kept_bytes % (2 << 20)
     assert size + 512 <= pool.kept_bytes < size + (4 << 20)
+
+
+def test_a_system_without_huge_pages_lends_large_memory_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class WithoutHugePages(mmap.mmap):
+        def madvise(self, option: int, *_: int) -> None:
+            raise OSError(errno.EINVAL, f"no such advice: {option}")
+
+    monkeypatch.setattr(mmap, "mmap", WithoutHugePages)
+    with BufferPool().take(8 << 20) as view:
+        view[-1] = 1
 
 
 def test_giving_back_twice_lends_it_once() -> None:

@@ -256,7 +256,8 @@ def pinned_memory(size: int) -> torch.Tensor:
     """
     memory = _Pinned(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel may have none
+            memory.madvise(mmap.MADV_HUGEPAGE)
     if hasattr(mmap, "MADV_DONTFORK"):
         # After a fork, a page that this process writes to would become another one, and the device
         # would go on to copy into the old one.

@@ -124,7 +124,8 @@ class BufferPool:
         if memory is None:
             memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if length >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
+                with suppress(OSError):  # a kernel may have none
+                    memory.madvise(mmap.MADV_HUGEPAGE)
         return AlignedBuffer(self, memory, start, size)
 
     def has(self, size: int, *, congruent_to: int = 0) -> bool:
