@@ -51,6 +51,7 @@ T = TypeVar("T")
 
 _TRIES = 16
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _BOUNCE = 4 << 20
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -81,9 +82,7 @@ class LocalStore:
         folder = self._root / folder_of(prefix)
         with refusals(str(folder)):
             found = (e for e in _entries(folder) if _is_listed(e.name) and e.is_symlink())
-            return {
-                e.name: str(Path(e.path).readlink()) for e in sorted(found, key=attrgetter("name"))
-            }
+            return dict(sorted((e.name, str(Path(e.path).readlink())) for e in found))
 
     def list(self, prefix: str = "", *, deep: bool = True) -> Entries:
         return self._files(prefix, _is_listed, deep=deep)
@@ -188,10 +187,7 @@ class LocalStore:
                 found = False
                 # All of them before the first is gone: a wrong key among them is refused in time.
                 names = [path.name for path in group]
-                with (
-                    suppress(FileNotFoundError, NotADirectoryError),
-                    entered(self._root, folder) as descriptor,
-                ):
+                with suppress(*_ABSENT), entered(self._root, folder) as descriptor:
                     for name in names:
                         with suppress(*_ABSENT):
                             os.unlink(name, dir_fd=descriptor)
@@ -281,10 +277,7 @@ def _sync_above(folder: Path, root: Path, made: list[Path]) -> None:
     Not only those that we made something in: another writer that made a folder which we use may
     die before it makes that durable.
     """
-    chain = []
-    while folder not in (root, folder.parent):
-        folder = folder.parent
-        chain.append(folder)
+    chain = folder.parents[: len(folder.relative_to(root).parts)]
     changed = [path.parent for path in made]
     for path in dict.fromkeys([*chain, *changed, root.parent]):
         try:
@@ -431,27 +424,23 @@ class LocalSink:
         self._parts.complete()
         with refusals(self._where):
             self._file.seal(self._parts.total)
-            try:
-                self._name_it()
-            except FileNotFoundError:
+            is_named = False
+            with suppress(FileNotFoundError), entered(self._root, self._path.parent) as folder:
+                if self._file.is_at(self._path.name, folder):
+                    if self._path != self._name:
+                        names = self._path.name, self._name.name
+                        os.replace(*names, src_dir_fd=folder, dst_dir_fd=folder)
+                    is_named = True
+            if not is_named:
                 raise NotFoundError(
                     "the file was deleted or replaced while it was written",
                     where=self._where,
                     hint="two writers share a name, or something cleans up too early",
-                ) from None
+                )
             sync_folder(self._path.parent)
             _sync_above(self._path.parent, self._root, self._made)
             self._file.close()
         self._finished = True
-
-    def _name_it(self) -> None:
-        """Give the file its name, where it still has the one that it was made with."""
-        with entered(self._root, self._path.parent) as folder:
-            if not self._file.is_at(self._path.name, folder):
-                raise FileNotFoundError
-            if self._path != self._name:
-                names = self._path.name, self._name.name
-                os.replace(*names, src_dir_fd=folder, dst_dir_fd=folder)
 
     def abort(self) -> None:
         """Remove the file, and the folders that are empty then."""
@@ -462,10 +451,16 @@ class LocalSink:
         for block, _ in self._edges.values():
             block.give_back()
         self._edges.clear()
-        with suppress(OSError), entered(self._root, self._path.parent) as folder:
-            # Not what another writer put in its place.
-            if self._file.is_at(self._path.name, folder):
-                os.unlink(self._path.name, dir_fd=folder)
+        with suppress(OSError):
+            try:
+                with entered(self._root, self._path.parent) as folder:
+                    # Not what another writer put in its place.
+                    if self._file.is_at(self._path.name, folder):
+                        os.unlink(self._path.name, dir_fd=folder)
+            except OSError as error:
+                # No descriptor is left for the folder: by its path, then.
+                if error.errno in _TOO_MANY_OPEN and self._file.is_at(self._path):
+                    self._path.unlink()
         with suppress(OSError):
             self._file.close()
         self._remove_folders()

@@ -119,6 +119,27 @@ def test_a_limit_on_file_sizes_says_so(
     assert says_where_and_what_to_do(caught.value, tmp_path / "a")
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_file_that_is_given_up_goes_also_where_descriptors_ran_out(
+    tmp_path: Path, again: bool
+) -> None:
+    store = LocalStore(tmp_path)
+    given_up = store.create("step/data/a", [MB], again=again)
+    replaced = store.create("step/data/b", [MB])
+    store.put("step/data/b", b"another writer's")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.dup(0)
+    os.close(first_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+    try:
+        given_up.abort()
+        replaced.abort()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert names(tmp_path / "step/data") == ["b"]
+    assert store.read("step/data/b") == b"another writer's"
+
+
 UNPRIVILEGED = """
 import json, os, sys
 from ckptkit.errors import CkptkitError

@@ -437,10 +437,10 @@ class DirectFile:
         os.ftruncate(self._descriptor, size)
         getattr(os, "fdatasync", os.fsync)(self._descriptor)
 
-    def is_at(self, name: str, folder: int) -> bool:
-        """Whether a name in an open folder still is that of this file."""
+    def is_at(self, path: Path | str, folder: int | None = None) -> bool:
+        """Whether a path, or a name in an open folder, still is that of this file."""
         try:
-            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            there = os.stat(path, dir_fd=folder, follow_symlinks=False)
             return os.path.samestat(os.fstat(self._descriptor), there)
         except FileNotFoundError:
             return False
