@@ -5,6 +5,7 @@ straight to its place.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -291,8 +292,8 @@ def _sync_above(folder: Path, root: Path, made: list[Path]) -> None:
 def _remove_empty(folder: Path, root: Path, *, bare: bool = False) -> None:
     """Remove `folder` and what becomes empty above it, below the root.
 
-    Names the store made for its own use do not count: whoever still needs one starts over. With
-    `bare` only folders go that have nothing at all in them, not even what another still writes.
+    Names the store made for its own use do not count: a `put` that still needs one starts over,
+    and a sink keeps its own locked. With `bare` only folders go that have nothing at all in them.
     """
     while root in folder.parents:
         try:
@@ -309,7 +310,7 @@ def _remove_empty(folder: Path, root: Path, *, bare: bool = False) -> None:
 
 
 def _cleared(name: str, parent: int) -> bool:
-    """Whether there were only the store's own names in a folder, which are deleted."""
+    """Whether a folder had only the store's own names, which go; an OSError where one is locked."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(name, flags, dir_fd=parent)
     try:
@@ -317,6 +318,11 @@ def _cleared(name: str, parent: int) -> bool:
         if not all(map(is_leftover, names)):
             return False
         for each in names:
+            file = os.open(each, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=descriptor)
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            finally:
+                os.close(file)
             os.unlink(each, dir_fd=descriptor)
         return True
     finally:
@@ -357,7 +363,7 @@ class LocalSink:
 
         def create() -> DirectFile:
             with entered(self._root, self._path.parent, self._made) as folder:
-                return DirectFile(self._path.name, folder)
+                return DirectFile(self._path.name, folder, locked=again)
 
         try:
             with refusals(self._where):

@@ -283,6 +283,20 @@ def test_a_file_that_lost_its_name_is_not_finished_and_abort_spares_its_successo
     assert store.read("data/pack") == b"another writer's"
 
 
+def test_a_folder_in_which_another_writes_again_stays_when_it_is_emptied(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("step/a", b"x")
+    sink = store.create("step/b", [3], again=True)
+    (tmp_path / "step/.tmp-0123456789abcdef").write_bytes(b"left by a crash")
+    store.delete(["step/a"])
+    sink.write(0, memoryview(b"new"))
+    sink.finish()
+    assert store.read("step/b") == b"new"
+    store.create("step/c", [3], again=True).abort()
+    store.delete(["step/b"])
+    assert store.children() == []
+
+
 def test_writers_that_give_up_do_not_trip_those_that_begin(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
 

@@ -383,10 +383,17 @@ class DirectFile:
     multiples of a block; otherwise it takes anything.
     """
 
-    def __init__(self, path: Path | str, folder: int | None = None) -> None:
-        """Make a new file, by a path or by its name in an open folder."""
+    def __init__(
+        self, path: Path | str, folder: int | None = None, *, locked: bool = False
+    ) -> None:
+        """Make a new file, by a path or by its name in an open folder; locked until it is closed,
+        where the file system can.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666, dir_fd=folder)
+        if locked:
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.direct = self._set_direct(wanted=True)
 
     def write(self, pieces: list[memoryview], offset: int) -> None:
