@@ -246,7 +246,8 @@ def _walked(
             if deep and _is_listed(entry.name):
                 yield from _walked(entry.path, key, wanted, deep=deep)
         elif wanted(entry.name):
-            with suppress(FileNotFoundError):
+            # A link may lead to nothing, to itself, or where nobody may look.
+            with suppress(OSError if entry.is_symlink() else FileNotFoundError):
                 status = entry.stat()
                 if stat.S_ISREG(status.st_mode):
                     yield Stored(key, status.st_size, status.st_mtime)

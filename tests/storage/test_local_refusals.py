@@ -232,6 +232,8 @@ def test_links_to_folders_are_readable_but_not_listed(tmp_path: Path) -> None:
     (tmp_path / "root/loop").symlink_to(tmp_path / "root")
     (tmp_path / "root/file").symlink_to(tmp_path / "root/real/a")
     (tmp_path / "root/dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "root/endless").symlink_to("endless")
+    (tmp_path / "root/through").symlink_to("real/a/b")
     assert [entry.key for entry in store.list()] == ["file", "real/a"]
     assert store.read("loop/real/a") == store.read("file") == b"x"
     with pytest.raises(NotFoundError):
