@@ -170,11 +170,8 @@ class LocalStore:
         """Nothing: a file system's abilities are known."""
 
     def room(self) -> int | None:
-        folder = self._root
-        while not folder.is_dir() and folder != folder.parent:
-            folder = folder.parent
-        with refusals(str(folder)):
-            return free_bytes(folder)
+        with refusals(str(self._root)):
+            return free_bytes(next(filter(Path.is_dir, (self._root, *self._root.parents))))
 
     def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:
         """Temporary files, which a `put` that was killed leaves."""

@@ -157,6 +157,7 @@ calls = {
     "put exclusive": lambda: store.put("new", b"x", exclusive=True),
     "create": lambda: store.create("deep/down/new", [1]),
     "delete": lambda: store.delete(["open"]),
+    "room": LocalStore(f"{sys.argv[1]}/locked/new").room,
 }
 said = {}
 for name, call in calls.items():
@@ -186,7 +187,7 @@ def test_what_is_not_permitted_is_an_access_error() -> None:
             (root / "locked").chmod(0o755)
         said = json.loads(done.stdout)
         assert {kind for kind, _, _ in said.values()} == {"AccessError"}
-        assert len(said) == 8
+        assert len(said) == 9
         assert all(where.startswith(name) and hint for _, where, hint in said.values())
         assert names(root) == ["locked", "open", "secret"]
 
@@ -206,6 +207,8 @@ def test_a_name_too_long_is_an_invalid_name(tmp_path: Path) -> None:
         LocalStore(tmp_path).put("x" * 300, b"x")
     with pytest.raises(InvalidNameError):
         LocalStore(tmp_path).put("\udcff", b"x")
+    with pytest.raises(InvalidNameError):
+        LocalStore(tmp_path / ("x" * 300)).room()
 
 
 def test_a_file_cut_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
