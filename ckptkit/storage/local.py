@@ -1,6 +1,4 @@
-"""Objects as files below a folder: read by exact ranges, written past the page cache, each byte
-straight to its place.
-"""
+"""Objects as files below a folder: read by exact ranges, written past the page cache."""
 
 from __future__ import annotations
 
@@ -35,6 +33,7 @@ from ckptkit.storage.base.disk import (
     LocalSource,
     entered,
     free_bytes,
+    open_regular,
     refusals,
     sync_folder,
 )
@@ -125,40 +124,23 @@ class LocalStore:
     ) -> None:
         """Store a small file whole, by way of a temporary name."""
         path = self._path(key)
-        view = as_bytes(str(path), data)
-        with refusals(str(path)):
-            # A deletion that empties the folder removes it, with our temporary name in it.
-            _where_folders_vanish(partial(self._put, path, view, exclusive=exclusive))
-            sync_folder(path.parent)
-
-    def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:
         made: list[Path] = []
-        with entered(self._root, path.parent, made) as folder:
-            temporary = new_temporary()
+        put = partial(_put, self._root, path, as_bytes(str(path), data), made, exclusive=exclusive)
+        with refusals(str(path)):
             try:
-                descriptor = os.open(temporary, _NEW, 0o666, dir_fd=folder)
-                try:
-                    done = 0
-                    while done < data.nbytes:
-                        done += os.pwrite(descriptor, data[done:], done)
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-                _sync_above(path.parent, self._root, made)
-                if exclusive:
-                    publish_once(temporary, path.name, folder)
-                else:
-                    os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-            finally:
-                with suppress(FileNotFoundError):
-                    os.unlink(temporary, dir_fd=folder)
+                # A deletion that empties the folder removes it, with our temporary name in it.
+                _where_folders_vanish(put)
+            except BaseException:
+                _remove_made(path.parent, self._root, made)
+                raise
+            sync_folder(path.parent)
 
     def sync(self, keys: Iterable[str]) -> None:
         """Make files durable, then their names and the way to them."""
         folders: dict[Path, None] = {}
         for key in keys:
             path = self._path(key)
-            with _asked_for(path), path.open("rb") as file:
+            with _asked_for(path), open_regular(path) as file:
                 os.fsync(file.fileno())
             folders[path.parent] = None
         for folder in folders:
@@ -204,6 +186,28 @@ class LocalStore:
             return sorted(_walked(folder, prefix, wanted, deep=deep), key=attrgetter("key"))
 
 
+def _put(root: Path, path: Path, data: memoryview, made: list[Path], *, exclusive: bool) -> None:
+    with entered(root, path.parent, made) as folder:
+        temporary = new_temporary()
+        try:
+            descriptor = os.open(temporary, _NEW, 0o666, dir_fd=folder)
+            try:
+                done = 0
+                while done < data.nbytes:
+                    done += os.pwrite(descriptor, data[done:], done)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            _sync_above(path.parent, root, made)
+            if exclusive:
+                publish_once(temporary, path.name, folder)
+            else:
+                os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
+
+
 def publish_once(temporary: str, name: str, folder: int | None = None) -> None:
     """Give a whole, durable file its name, unless that is taken: a hard link cannot replace."""
     try:
@@ -226,11 +230,8 @@ def _is_listed(name: str) -> bool:
 
 
 def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            yield from entries
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        yield from entries
 
 
 def _walked(
@@ -307,6 +308,16 @@ def _remove_empty(folder: Path, root: Path, *, bare: bool = False) -> None:
         folder = folder.parent
 
 
+def _remove_made(folder: Path, root: Path, made: list[Path]) -> None:
+    """Remove `folder` and those above it that are empty, and of the root's what was made."""
+    # Whoever made a folder could not remove it while our file was in it.
+    _remove_empty(folder, root, bare=True)
+    for each in reversed(made):
+        if root not in each.parents:
+            with suppress(OSError):
+                each.rmdir()
+
+
 def _cleared(name: str, parent: int) -> bool:
     """Whether a folder had only the store's own names, which go; an OSError where one is locked."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -361,13 +372,13 @@ class LocalSink:
 
         def create() -> DirectFile:
             with entered(self._root, self._path.parent, self._made) as folder:
-                return DirectFile(self._path.name, folder, locked=again)
+                return DirectFile(self._path.name, folder, lock=again)
 
         try:
             with refusals(self._where):
                 self._file = _where_folders_vanish(create)
         except BaseException:
-            self._remove_folders()
+            _remove_made(path.parent, root, self._made)
             raise
         # Once for all parts: when the file gives up direct writes, later, blocks that were begun
         # still have to be completed.
@@ -467,15 +478,7 @@ class LocalSink:
                     self._path.unlink()
         with suppress(OSError):
             self._file.close()
-        self._remove_folders()
-
-    def _remove_folders(self) -> None:
-        # Whoever made a folder could not remove it while this file was in it.
-        _remove_empty(self._path.parent, self._root, bare=True)
-        for folder in reversed(self._made):
-            if self._root not in folder.parents:
-                with suppress(OSError):
-                    folder.rmdir()
+        _remove_made(self._path.parent, self._root, self._made)
 
     def _edge(self, offset: int, piece: memoryview) -> AlignedBuffer | None:
         """Take a piece that lies inside one block; returns the block when that completes it."""

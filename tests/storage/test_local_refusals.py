@@ -84,11 +84,16 @@ def test_a_disk_that_fills_up_while_writing_fails_the_write(
 def test_a_put_onto_a_full_disk_keeps_the_old_and_leaves_nothing(small: LocalStore) -> None:
     small.put("a", b"old")
     for exclusive in (False, True):
-        with pytest.raises(NoSpaceError):
-            small.put("b" if exclusive else "a", bytes(9 * MB), exclusive=exclusive)
+        for key in ("b" if exclusive else "a", "new/folder/c"):
+            with pytest.raises(NoSpaceError):
+                small.put(key, bytes(9 * MB), exclusive=exclusive)
     assert small.read("a") == b"old"
     assert names(small.location.path) == ["a"]
     small.put("b", bytes(7 * MB))
+    below = LocalStore(f"{small.location}/new/root")
+    with pytest.raises(NoSpaceError):
+        below.put("folder/d", bytes(2 * MB))
+    assert names(small.location.path) == ["a", "b"]
 
 
 def test_a_read_only_file_system_says_so(tmp_path: Path) -> None:
@@ -251,6 +256,8 @@ def test_only_files_are_objects(tmp_path: Path) -> None:
         store.size("fifo")
     with pytest.raises(NotFoundError):
         store.open("fifo")
+    with pytest.raises(NotFoundError):
+        store.sync(["fifo"])
 
 
 @pytest.mark.parametrize(

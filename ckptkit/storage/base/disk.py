@@ -127,11 +127,9 @@ def _below(descriptor: int, path: Path, made: list[Path] | None) -> int:
         except FileNotFoundError:
             if made is None:
                 raise
-        try:
+        with suppress(FileExistsError):  # another writer was faster
             os.mkdir(path.name, dir_fd=descriptor)
             made.append(path)
-        except FileExistsError:
-            pass  # another writer was faster
         return os.open(path.name, _PASSED | os.O_NOFOLLOW, dir_fd=descriptor)
     except OSError as error:
         # Systems differ in what they say of a link.
@@ -170,6 +168,16 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def open_regular(path: Path) -> FileIO:
+    """A file open for reading; IsADirectoryError for what is none."""
+    # A pipe of that name would make open wait for its writer.
+    file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return file
+
+
 class LocalSource(Closing):
     """A file open for reading, by exact ranges, from any thread: through the page cache, where it
     lies in the cache, and, what the cache does not have, from the device past it.
@@ -189,12 +197,8 @@ class LocalSource(Closing):
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
-        # A pipe of that name would make open wait for its writer.
-        self._file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        self._file = open_regular(path)
         status = os.fstat(self._file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            self._file.close()
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         self.size = status.st_size
         self._is_on_device = sys.platform == "linux" and os.major(status.st_dev) != 0
         self._lock = threading.Lock()
@@ -383,15 +387,11 @@ class DirectFile:
     multiples of a block; otherwise it takes anything.
     """
 
-    def __init__(
-        self, path: Path | str, folder: int | None = None, *, locked: bool = False
-    ) -> None:
-        """Make a new file, by a path or by its name in an open folder; locked until it is closed,
-        where the file system can.
-        """
+    def __init__(self, path: Path | str, folder: int | None = None, *, lock: bool = False) -> None:
+        """Make a new file, by a path or by its name in an open folder; with a lock where it can."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666, dir_fd=folder)
-        if locked:
+        if lock:
             with suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.direct = self._set_direct(wanted=True)
