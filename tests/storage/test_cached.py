@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,29 @@ def test_while_a_writer_waits_no_more_is_lent(path: Path, source: LocalSource) -
     with source.lend(0, MB) as memory:
         assert memory == DATA[:MB]
         del memory
+
+
+@contextmanager
+def leased_for_a_while(path: Path) -> Iterator[None]:
+    """Somebody who gives the file back once another one wants it, but not at once."""
+    holder = os.open(path, os.O_RDWR)
+    try:
+        fcntl.fcntl(holder, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        later = threading.Timer(0.2, fcntl.fcntl, (holder, fcntl.F_SETLEASE, fcntl.F_UNLCK))
+        later.start()
+        yield
+        later.join()
+    finally:
+        os.close(holder)
+
+
+def test_a_file_that_another_has_leased_is_waited_for(path: Path) -> None:
+    store = LocalStore(path.parent)
+    with leased_for_a_while(path):
+        assert store.read("a", 5, 100) == DATA[5:105]
+    with leased_for_a_while(path):
+        store.sync(["a"])
 
 
 def test_a_block_that_fails_gives_back(path: Path, source: LocalSource) -> None:

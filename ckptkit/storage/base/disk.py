@@ -170,8 +170,12 @@ def sync_folder(path: Path) -> None:
 
 def open_regular(path: Path) -> FileIO:
     """A file open for reading; IsADirectoryError for what is none."""
-    # A pipe of that name would make open wait for its writer.
-    file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    try:
+        # A pipe of that name would make open wait for its writer.
+        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except BlockingIOError:
+        # Another process has a lease on it, and gives it back to those who wait.
+        file = FileIO(path)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
