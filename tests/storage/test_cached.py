@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.errors import CorruptionError
+from ckptkit.errors import CorruptionError, StorageError
 from ckptkit.storage import LocalStore
 from ckptkit.storage.base.buffers import PAGE, address_of, default_pool
 from ckptkit.storage.base.disk import LocalSource
@@ -106,6 +108,41 @@ def test_a_file_that_another_has_leased_is_waited_for(path: Path) -> None:
         assert store.read("a", 5, 100) == DATA[5:105]
     with leased_for_a_while(path):
         store.sync(["a"])
+
+
+LOCKED = """
+import ctypes, sys
+from ckptkit.storage import LocalStore
+
+if ctypes.CDLL(None).mlockall(2):  # what is mapped from now on
+    raise SystemExit("may not")
+with LocalStore(sys.argv[1]).open("a") as source, source.lend(0, 1 << 20) as memory:
+    print(len(memory))
+    del memory
+"""
+
+
+def test_a_process_whose_memory_is_locked_is_lent_it_too(path: Path) -> None:
+    command = [sys.executable, "-c", LOCKED, str(path.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.stderr == "may not\n":
+        pytest.skip("this system lets nobody lock memory")
+    assert (done.returncode, done.stdout) == (0, f"{MB}\n"), done.stderr
+
+
+def test_a_lease_that_the_system_took_back_is_told(path: Path, source: LocalSource) -> None:
+    def take_back() -> None:
+        with source.lend(0, MB):
+            # As the system does where a writer has waited for 45 s.
+            fcntl.fcntl(source._file.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+    with pytest.raises(StorageError) as caught:
+        take_back()
+    assert caught.value.where == str(path)
+    assert "read it again" in caught.value.hint
+    with source.lend(0, MB) as memory:
+        assert memory == DATA[:MB]
+        del memory
 
 
 def test_a_block_that_fails_gives_back(path: Path, source: LocalSource) -> None:

@@ -57,6 +57,7 @@ _KINDS: dict[int, tuple[type[CkptkitError], str]] = {
     errno.ELOOP: (StorageError, "a symbolic link is in the way, or leads to itself; remove it"),
     errno.EISDIR: (StorageError, "a folder is in the way; choose another name"),
     errno.EFBIG: (StorageError, "a limit on file sizes (ulimit -f, file system) is in the way"),
+    errno.EAGAIN: (StorageError, "another process may have changed the file; read it again"),
     errno.EMFILE: (StorageError, "raise the limit on open files (ulimit -n)"),
     errno.EIO: (StorageError, "the disk reports a fault; see dmesg and do not trust this disk"),
     errno.ESTALE: (StorageError, "the network file system was remounted; try again"),
@@ -299,17 +300,23 @@ class LocalSource(Closing):
             return
         first = offset // mmap.PAGESIZE * mmap.PAGESIZE
         try:
-            if self._has_at_hand(memory, offset, length):
+            if self._has_at_hand(memory, first, offset, length):
                 yield memoryview(memory)[offset : offset + length]
                 # Else all of the file would count as memory of this process in the end.
-                memory.madvise(mmap.MADV_DONTNEED, first, offset + length - first)
+                try:
+                    memory.madvise(mmap.MADV_DONTNEED, first, offset + length - first)
+                except OSError:
+                    return  # what is locked into memory stays there
             else:
                 yield None
         finally:
             with self._lock:
                 self._borrowers -= 1
                 if not self._borrowers:
-                    fcntl.fcntl(self._file.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
+                    try:
+                        fcntl.fcntl(self._file.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
+                    except OSError as error:
+                        raise refusal(error, self._path) from error
 
     def _borrowed(self) -> mmap.mmap | None:
         """The file as memory, once there is a lease."""
@@ -331,11 +338,8 @@ class LocalSource(Closing):
             self._borrowers += 1
             return self._memory
 
-    def _has_at_hand(self, memory: mmap.mmap, offset: int, length: int) -> bool:
-        """Whether these bytes are in the file and, by their ends, in the cache; then they are
-        mapped.
-        """
-        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    def _has_at_hand(self, memory: mmap.mmap, first: int, offset: int, length: int) -> bool:
+        """Whether the file has these bytes and, by their ends, the cache; then they are mapped."""
         try:
             for place in (offset, offset + length - 1):
                 if not os.preadv(self._file.fileno(), [bytearray(1)], place, os.RWF_NOWAIT):
@@ -428,9 +432,7 @@ class DirectFile:
         # Only on a device of its own: in memory, taking space is most of the work, and would be
         # that of one thread; on a network or copied on write it promises little.
         on_device = os.major(os.fstat(self._descriptor).st_dev) != 0
-        if not size:
-            return
-        allocate = _libc_fallocate() if on_device else None
+        allocate = _libc_fallocate() if on_device and size else None
         while allocate is not None:
             if not allocate(self._descriptor, 0, 0, size):
                 return
@@ -450,11 +452,10 @@ class DirectFile:
 
     def is_at(self, path: Path | str, folder: int | None = None) -> bool:
         """Whether a path, or a name in an open folder, still is that of this file."""
-        try:
+        with suppress(FileNotFoundError):
             there = os.stat(path, dir_fd=folder, follow_symlinks=False)
             return os.path.samestat(os.fstat(self._descriptor), there)
-        except FileNotFoundError:
-            return False
+        return False
 
     def close(self) -> None:
         """Close the descriptor, once."""
@@ -466,11 +467,10 @@ class DirectFile:
         # Not a flag to open: where it is refused, open leaves an empty file behind.
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         flags = flags | O_DIRECT if wanted else flags & ~O_DIRECT
-        try:
+        with suppress(OSError):
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
-        except OSError:
-            return False
-        return wanted and bool(O_DIRECT)
+            return wanted and bool(O_DIRECT)
+        return False
 
 
 def left_of(views: list[memoryview], count: int) -> list[memoryview]:
