@@ -51,6 +51,19 @@ def test_relative_paths_and_home_become_absolute(
     assert Location.parse("~/runs").path == "/home/someone/runs"
 
 
+def test_a_relative_path_in_a_folder_that_is_gone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match="the current folder is gone") as caught:
+        Location.parse("runs")
+    assert caught.value.hint
+    assert Location.parse(tmp_path).path == str(tmp_path)
+
+
 @pytest.mark.parametrize(
     "text",
     [

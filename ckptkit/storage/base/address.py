@@ -129,6 +129,10 @@ class Location:
             raise UsageError(
                 "there is no such user's home", value=path, hint="write the path in full"
             ) from error
+        except FileNotFoundError as error:
+            raise UsageError(
+                "the current folder is gone", value=path, hint="change to one that is there"
+            ) from error
         # POSIX lets two leading slashes mean something else; nobody does.
         return cls("file", "/" + os.path.normpath(whole).lstrip("/"))
 
@@ -248,7 +252,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9} | {
     "mib": 1 << 20,
     "gib": 1 << 30,
 }
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]+)?) *([A-Za-z]*)")
 _BLANK = re.compile(r"[^!-~]")
 _IPV4 = re.compile(r"//[0-9.]+(?::[0-9]+)?(?:/|$)")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -419,16 +423,17 @@ def checked_endpoint(endpoint: str, *, http: object = None) -> str:
             "an endpoint must not hold credentials",
             hint="pass them as access_key and secret_key, or in the environment",
         )
-    parts = urlsplit(endpoint)
+    scheme = endpoint.partition("://")[0].lower()
     try:
+        parts = urlsplit(endpoint)
         good = parts.hostname and parts.port != 0 and not _BLANK.search(endpoint)
-    except ValueError:  # no port is a name, or so large
+    except ValueError:  # no port is a name, or so large; and what has brackets is closed
         good = False
-    if parts.scheme not in ("http", "https") or not good:
+    if not good or scheme not in ("http", "https"):
         raise UsageError(
             "an endpoint is a URL", value=endpoint, hint="write https://host or https://host:port"
         )
-    if parts.scheme == "http" and http is False:
+    if scheme == "http" and http is False:
         raise _conflict("http=false", f"endpoint={endpoint}")
     return endpoint.rstrip("/")
 
