@@ -79,20 +79,30 @@ class CkptkitStorageConfig(StorageConfig):
     def create_storage(self) -> CkptkitStorage:
         return CkptkitStorage(self)
 
-    def job(self) -> str:
-        """A name for what the ranks of this job write, which no other job has."""
+    def job(self) -> Job:
+        """What the ranks of this job write under."""
         if "_job" not in self.__dict__:
             mine, world = secrets.token_hex(8), current_world()
             if world.rendezvous is not None:
                 key = "ckptkit/torch_checkpointing"
                 mine = world.rendezvous.compare_set(key, "", mine).decode()
-            self.__dict__["_job"] = mine
-        return str(self.__dict__["_job"])
+            self.__dict__["_job"] = Job(mine, is_alone=world.rendezvous is None)
+        job: Job = self.__dict__["_job"]
+        return job
 
     def __getstate__(self) -> dict[str, Any]:
         # The process that saves in the background is in no process group: it cannot ask.
         self.job()
         return self.__dict__
+
+
+class Job(NamedTuple):
+    """The ranks that write a checkpoint together."""
+
+    id: str
+    """No other job has it."""
+    is_alone: bool
+    """No process group says whether there are other ranks."""
 
 
 class Commit(NamedTuple):
@@ -147,7 +157,7 @@ class CkptkitStorage(Storage):
                 )
             checkpoint, inside = "/".join([*nodes[:number], name]), "/".join(nodes[number + 1 :])
             key, sums = (
-                "/".join(filter(None, [checkpoint, folder, self._config.job(), inside]))
+                "/".join(filter(None, [checkpoint, folder, self._config.job().id, inside]))
                 for folder in (FILES, SUMS)
             )
             return _At(key, checkpoint, inside, sums)
@@ -248,9 +258,9 @@ class CkptkitStorage(Storage):
 
     def _commit(self, checkpoint: str) -> None:
         """Let what this job has written be the checkpoint, and free what others have left."""
-        mine, others = self._config.job(), []
+        (mine, is_alone), others = self._config.job(), list[str]()
         sizes: dict[str, int] = {}
-        summed: set[str] = set()
+        summed, foreign = set[str](), set[str]()
         for stored in self._store.list(checkpoint):
             folder, _, rest = stored.key.removeprefix(f"{checkpoint}/").partition("/")
             of, _, name = rest.partition("/")
@@ -260,6 +270,7 @@ class CkptkitStorage(Storage):
                 summed.add(name)
             elif folder in (FILES, SUMS) and name:
                 others.append(stored.key)
+                foreign.add(name)
             else:
                 raise self._exists(checkpoint)
         if not sizes or sizes.keys() != summed:
@@ -267,6 +278,14 @@ class CkptkitStorage(Storage):
                 "not all files of the checkpoint have been written",
                 where=described(self._store, checkpoint),
                 value=sorted(sizes.keys() ^ summed)[:3],
+            )
+        if is_alone and (unknown := sorted(foreign - sizes.keys())):
+            raise UsageError(
+                "files of other processes are there, which are in no process group with this one",
+                where=described(self._store, checkpoint),
+                value=unknown[:3],
+                hint="call torch.distributed.init_process_group() on all ranks before the first "
+                f"save; storage.rmdir(Path({checkpoint!r})) frees what a job that died has left",
             )
         fields = {"id": mine, "time": time.time(), "files": sizes}
         try:

@@ -255,6 +255,21 @@ def test_what_ranks_saved_is_a_step_without_what_a_job_that_died_left(
         assert str(step.strategy) == "fsdp:2"
 
 
+def test_files_of_ranks_that_no_process_group_knows_are_not_deleted(tmp_path: Path) -> None:
+    first, second = (CkptkitStorageConfig(str(tmp_path)).create_storage() for _ in range(2))
+    second.write(BEGUN / "model_1.pt", b"of rank 1")
+    first.write(BEGUN / "model_0.pt", b"of rank 0")
+    with pytest.raises(UsageError, match=r"other processes .*model_1\.pt") as caught:
+        first.rename(BEGUN, STEP, is_directory=True)
+    assert "init_process_group" in str(caught.value.hint)
+    assert second.read(BEGUN / "model_1.pt") == b"of rank 1"
+    assert not first.exists(STEP)
+    first.rmdir(STEP)
+    first.write(BEGUN / "model_0.pt", b"alone")
+    first.rename(BEGUN, STEP, is_directory=True)
+    assert first.ls(STEP) == ["model_0.pt"]
+
+
 def test_names_elsewhere_are_refused_with_the_way_out(tmp_path: Path) -> None:
     storage = CkptkitStorageConfig(str(tmp_path / "run")).create_storage()
     manager = manager_of(storage._config)
