@@ -84,7 +84,8 @@ class CkptkitStorageConfig(StorageConfig):
         if "_job" not in self.__dict__:
             mine, world = secrets.token_hex(8), current_world()
             if world.rendezvous is not None:
-                key = "ckptkit/torch_checkpointing"
+                # The store may outlive the ranks: fewer must not take the files of more for theirs.
+                key = f"ckptkit/torch_checkpointing/{world.size}"
                 mine = world.rendezvous.compare_set(key, "", mine).decode()
             self.__dict__["_job"] = Job(mine, is_alone=world.rendezvous is None)
         job: Job = self.__dict__["_job"]

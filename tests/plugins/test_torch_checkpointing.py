@@ -232,6 +232,35 @@ def train_and_save(folder: str) -> None:
     assert again.train([2]) == pytest.approx(job.train([2]), abs=1e-6)
 
 
+def die_and_come_back_with_a_rank_less(folder: str) -> list[str] | None:
+    write_and_die(folder)
+    dist.barrier()
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    dist.destroy_process_group()
+    # torchrun's workers have one store over all restarts, where gloo would find old addresses.
+    dist.init_process_group("fake", store=store, rank=rank % 2, world_size=2)
+    if rank == 2:
+        return None
+    storage = CkptkitStorageConfig(folder).create_storage()
+    storage.write(BEGUN / f"model_{rank}.pt", b"of the ranks that are left")
+    store.set(f"written/{rank}", "")
+    store.wait(["written/0", "written/1"])
+    if rank == 0:
+        storage.rename(BEGUN, STEP, is_directory=True)
+        store.set("committed", "")
+    store.wait(["committed"])
+    return storage.ls(STEP)
+
+
+def test_ranks_that_are_gone_after_a_restart_have_no_files_in_what_is_saved(
+    gloo: Pool, tmp_path: Path
+) -> None:
+    found = gloo.run(3, die_and_come_back_with_a_rank_less, str(tmp_path))
+    assert found == [["model_0.pt", "model_1.pt"]] * 2 + [None]
+
+
 def test_what_ranks_saved_is_a_step_without_what_a_job_that_died_left(
     gloo: Pool, tmp_path: Path
 ) -> None:
