@@ -151,6 +151,8 @@ class CkptkitStorage(Storage):
             name = node.removeprefix(BEFORE)
             if name in (node, ""):
                 continue
+            if self._committed(_At("/".join(nodes[:number]))):
+                break
             if name.startswith(BEFORE):
                 raise UsageError(
                     f"the name of a checkpoint must not begin with {BEFORE}",

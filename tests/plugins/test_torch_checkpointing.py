@@ -284,6 +284,19 @@ def test_what_ranks_saved_is_a_step_without_what_a_job_that_died_left(
         assert str(step.strategy) == "fsdp:2"
 
 
+def test_an_item_may_be_called_as_what_is_not_committed_yet(tmp_path: Path) -> None:
+    manager = manager_of(CkptkitStorageConfig(str(tmp_path)))
+    manager.save("runs/step-3", {"tmp_state": torch.ones(2), "step": 3})
+    manager.close()
+    config = CkptkitStorageConfig(str(tmp_path))
+    manager, storage = manager_of(config), config.create_storage()
+    found = manager.load("runs/step-3", into={"tmp_state": torch.zeros(2), "step": None})
+    assert torch.equal(found["tmp_state"], torch.ones(2))
+    assert "tmp_state_0.pt" in storage.ls(Path("runs/step-3"))
+    assert storage.getsize(Path("runs/step-3/tmp_state_0.pt")) > 0
+    manager.close()
+
+
 def test_files_of_ranks_that_no_process_group_knows_are_not_deleted(tmp_path: Path) -> None:
     first, second = (CkptkitStorageConfig(str(tmp_path)).create_storage() for _ in range(2))
     second.write(BEGUN / "model_1.pt", b"of rank 1")
