@@ -75,6 +75,8 @@ class CkptkitStorageConfig(StorageConfig):
     location: str
     storage_options: dict[str, Any] = field(default_factory=dict)
     """How to reach an object store, as `ckptkit.open` takes them."""
+    temp_dir_prefix: str = BEFORE
+    """What `CheckpointWriterConfig` is told under this name."""
 
     def create_storage(self) -> CkptkitStorage:
         return CkptkitStorage(self)
@@ -146,16 +148,16 @@ class CkptkitStorage(Storage):
                 value=text,
                 hint="name a checkpoint by what comes after that: manager.save('step-1000', …)",
             )
-        nodes = key.split("/")
+        nodes, before = key.split("/"), self._config.temp_dir_prefix
         for number, node in enumerate(nodes):
-            name = node.removeprefix(BEFORE)
+            name = node.removeprefix(before)
             if name in (node, ""):
                 continue
             if self._committed(_At("/".join(nodes[:number]))):
                 break
-            if name.startswith(BEFORE):
+            if name.startswith(before):
                 raise UsageError(
-                    f"the name of a checkpoint must not begin with {BEFORE}",
+                    f"the name of a checkpoint must not begin with {before}",
                     value=text,
                 )
             checkpoint, inside = "/".join([*nodes[:number], name]), "/".join(nodes[number + 1 :])
@@ -239,13 +241,22 @@ class CkptkitStorage(Storage):
         self,
         src_path: Path,
         dst_path: Path,
-        is_directory: bool = False,  # noqa: ARG002, FBT001, FBT002 — torch_checkpointing's
+        is_directory: bool = False,  # noqa: FBT001, FBT002 — torch_checkpointing's
         background_cleanup: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> None:
         source, target = self._at(src_path), self._at(dst_path)
         if source.checkpoint and not source.name and source.checkpoint == target.key:
             self._commit(target.key)
             return
+        if is_directory and not source.checkpoint:
+            prefix = src_path.name.removesuffix(dst_path.name)
+            raise UsageError(
+                "only all of a checkpoint is renamed, and it was not written as one",
+                where=described(self._store, target.key),
+                value=source.key,
+                hint="CheckpointWriterConfig and the storage have to be told one prefix: "
+                f"CkptkitStorageConfig(…, temp_dir_prefix={prefix!r})",
+            )
         if source.checkpoint or target.checkpoint or self._committed(source):
             raise StorageError(
                 "only all of a checkpoint is renamed, and to its own name",

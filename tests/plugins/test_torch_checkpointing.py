@@ -22,6 +22,7 @@ from torch_checkpointing.checkpoint_layout import (
     RawSerialization,
     SafetensorsSerialization,
 )
+from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
 from torch_checkpointing.default_resharder import DefaultResharder
 
 import ckptkit
@@ -294,6 +295,22 @@ def test_an_item_may_be_called_as_what_is_not_committed_yet(tmp_path: Path) -> N
     assert torch.equal(found["tmp_state"], torch.ones(2))
     assert "tmp_state_0.pt" in storage.ls(Path("runs/step-3"))
     assert storage.getsize(Path("runs/step-3/tmp_state_0.pt")) > 0
+    manager.close()
+
+
+def test_another_prefix_is_said_to_both(tmp_path: Path) -> None:
+    saving = CheckpointManager.Config.with_sync_save()
+    saving.save.writer_config = CheckpointWriterConfig(temp_dir_prefix="partial_")
+    saving.storage_config = CkptkitStorageConfig(str(tmp_path))
+    manager = saving.build()
+    with pytest.raises(UsageError, match="only all of a checkpoint") as caught:
+        manager.save(str(STEP), {"step": 3})
+    assert "CkptkitStorageConfig(…, temp_dir_prefix='partial_')" in str(caught.value.hint)
+    manager.close()
+    saving.storage_config = CkptkitStorageConfig(str(tmp_path), temp_dir_prefix="partial_")
+    manager = saving.build()
+    manager.save(str(STEP), {"step": 3})
+    assert manager.load(str(STEP), into={"step": None}) == {"step": 3}
     manager.close()
 
 
