@@ -24,7 +24,7 @@ Framework("lightning", "2.6", "lightning").check(
 import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -184,6 +184,14 @@ class CkptkitCheckpointIO(CheckpointIO, Callback):
         self._trainer: Trainer | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+            raise UsageError(
+                "AsyncCheckpointIO has CkptkitCheckpointIO read the optimizers in a thread, while "
+                "the optimizers go on",
+                hint="save in the background by "
+                'Trainer(strategy=CkptkitDDPStrategy(checkpointer={"asynchronous": True})), '
+                "without a CheckpointIO; CkptkitSingleDeviceStrategy is the one of one process",
+            )
         self._trainer = trainer
 
     def save_checkpoint(

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.utils.data import DataLoader
 
@@ -323,6 +324,24 @@ def test_misuse_is_told_before_anything_is_lost(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="saves by itself"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert not (tmp_path / "x.ckpt").exists()
+
+
+def test_a_thread_that_saves_while_the_training_goes_on_is_refused(tmp_path: Path) -> None:
+    io = CkptkitCheckpointIO()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        plugins=[AsyncCheckpointIO(io)],
+        callbacks=[io, ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)],
+        max_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(UsageError, match="while the optimizers go on") as caught:
+        trainer.fit(Small(), loader_of("single"))
+    assert 'checkpointer={"asynchronous": True}' in caught.value.hint
+    assert list(tmp_path.glob("*.ckpt")) == []
 
 
 def test_the_strategies_are_found_by_name() -> None:
