@@ -263,12 +263,13 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         place, limit = self._checkpoints or self.args.output_dir, self.args.save_total_limit
         # Going on from an older step saves those after it again, as the Trainer does.
         with opened(place, keep_last=limit, overwrite=True) as checkpointer:
-            self._checkpointer = checkpointer
+            # The Trainer would look for the best step among its own folders, to delete the others.
+            self._checkpointer, self.args.save_total_limit = checkpointer, None
             try:
                 yield checkpointer
                 checkpointer.wait()  # who passed one need not close it for this
             finally:
-                self._checkpointer = None
+                self._checkpointer, self.args.save_total_limit = None, limit
 
     @contextmanager
     def _stopping(self, checkpointer: Checkpointer) -> Iterator[None]:

@@ -180,6 +180,17 @@ def test_the_best_step_stays_and_is_what_the_training_ends_with(
         )
 
 
+def test_a_best_step_elsewhere_is_not_compared_with_folders_of_the_trainer(
+    train: Train, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint-500").mkdir()
+    scores = [1.0, 5.0, 2.0, 4.0, 3.0, 2.0]
+    options = {"scores": scores, "save_total_limit": 1}
+    (rank,) = train(tmp_path, "ddp:1", run="memory://trainer/best", **options)
+    assert rank["best"] == "memory://trainer/best/step-0000000002"
+    assert (tmp_path / "checkpoint-500").exists()
+
+
 def test_the_best_step_of_the_job_before_stays_while_a_new_one_is_not_there(
     train: Train, refusal: Callable[..., str], tmp_path: Path
 ) -> None:

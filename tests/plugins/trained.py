@@ -96,12 +96,13 @@ def trainer(
     *,
     plain: bool = False,
     model: dict[str, Any] | None = None,
-    run: dict[str, Any] | None = None,
+    run: dict[str, Any] | str | None = None,
     scores: list[float] | None = None,
     **options: Any,
 ) -> Any:
     """A Trainer of this many ranks, whose batches have four examples in all. `run` is what its
-    Checkpointer is made with, `scores` what its evaluations give; a plain one is without ckptkit.
+    Checkpointer is made with, or a location, `scores` what its evaluations give; a plain one is
+    without ckptkit.
     """
     torch.manual_seed(7)
     if strategy == "fsdp":
@@ -126,7 +127,7 @@ def trainer(
     }
     more: dict[str, Any] = {}
     if run is not None:
-        more["checkpoints"] = Checkpointer(**run)
+        more["checkpoints"] = run if isinstance(run, str) else Checkpointer(**run)
     if scores is not None:
         left = iter(scores)
         more |= {"eval_dataset": examples()[:2], "compute_metrics": lambda _: {"score": next(left)}}
