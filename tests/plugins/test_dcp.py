@@ -33,7 +33,7 @@ from ckptkit.plugins.dcp import Reader, Writer
 from tests.live import strategies
 from tests.live.pool import Died, Pool
 from tests.live.strategies import Job, adamw
-from tests.plugins.planners import Half, Rows, Turns
+from tests.plugins.planners import Half, Rows, ThroughOneBuffer, Turns
 from tests.servers.s3_server import Bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -383,6 +383,16 @@ def test_planners_may_change_what_is_saved_and_loaded(tmp_path: Path) -> None:
     planner = DefaultLoadPlanner(allow_partial_load=True)
     load(some, storage_reader=Reader(tmp_path), planner=planner)
     assert some["model"]["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_planner_may_load_through_one_buffer(tmp_path: Path, verify: bool) -> None:
+    state = a_state()
+    save(state, storage_writer=Writer(tmp_path, step=1))
+    found = emptied(state)
+    reader = Reader(tmp_path, verify=verify)
+    load(found, storage_reader=reader, planner=ThroughOneBuffer())
+    assert not differing(state, found)
 
 
 def test_plans_that_a_planner_has_cached_are_of_a_new_save_each_time(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -302,7 +303,14 @@ class Keys:
     def read(
         self, items: Sequence[ReadItem], planner: LoadPlanner, *, verify: bool, threads: int | None
     ) -> None:
-        """Fill what a plan asks for."""
+        """Fill what a plan asks for: all at once, unless the planner does something in between."""
+        commit = getattr(planner.commit_tensor, "__func__", None)
+        if len(items) > 1 and commit is not DefaultLoadPlanner.commit_tensor:
+            # Torch promises pairs of `resolve_tensor` and `commit_tensor`: a planner may lend one
+            # buffer for all tensors, or remember which of them it is lent for.
+            for item in items:
+                self.read([item], planner, verify=verify, threads=threads)
+            return
         where = self.checkpoint.location
         wanted: list[tuple[str, Box, torch.Tensor]] = []
         filled: list[tuple[ReadItem, torch.Tensor]] = []
