@@ -429,13 +429,29 @@ def test_a_step_is_named_by_its_number_or_by_its_path(tmp_path: Path) -> None:
         save(state, storage_writer=writer)
     for step in ("1", "2", "3"):
         save(state, storage_writer=writer, checkpoint_id=step)
-    save(state, storage_writer=writer, checkpoint_id=tmp_path / "other" / "step-7")
+    for step in ("step7", "step-8", "step_9", "step-0000000010/"):
+        save(state, storage_writer=writer, checkpoint_id=f"{tmp_path}/other/{step}")
     assert ckptkit.Run(tmp_path).steps() == [2, 3]
-    assert ckptkit.Run(tmp_path / "other").steps() == [7]
+    assert ckptkit.Run(tmp_path / "other").steps() == [9, 10]
     load(state, storage_reader=Reader(tmp_path), checkpoint_id="2")
     with pytest.raises(CheckpointException, match="committed already"):
         save(state, storage_writer=Writer(tmp_path, step=3))
     save(state, storage_writer=Writer(tmp_path, step=3, overwrite=True))
+
+
+def test_a_folder_whose_name_only_ends_as_a_step_does_is_a_run(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}}
+    place = tmp_path / "timestep100"
+    with pytest.raises(CheckpointException, match=r"(?s)timestep100: nothing says which step"):
+        save(state, storage_writer=Writer(tmp_path), checkpoint_id=place)
+    save(state, storage_writer=Writer(tmp_path / "time", step=100))  # where it once went
+    load(state, storage_reader=(reader := Reader(tmp_path)), checkpoint_id=place)
+    assert reader.step == 100
+    save(state, storage_writer=Writer(tmp_path, step=7), checkpoint_id=place)
+    load(state, storage_reader=(reader := Reader(tmp_path)), checkpoint_id=place)
+    assert reader.step == 7
+    with pytest.raises(CheckpointException, match="laststep5: no checkpoint: nothing there"):
+        load(state, storage_reader=Reader(tmp_path / "laststep5"))
 
 
 def test_what_does_not_fit_is_named_with_the_way_out(

@@ -34,7 +34,9 @@ _FILE = "ckptkit.dcp.file"
 OBJECT = "dcp"
 """The object of a step that says how its keys are spelled, and has the values of DCP's own."""
 
-_STEP = re.compile(r"(?P<run>.*?)/?step[-_]?(?P<step>[0-9]{1,19})/*", re.ASCII | re.DOTALL)
+_NODE = r"step[-_]?(?P<step>[0-9]{1,19})/*"
+_STEP = re.compile(rf"(?:(?P<run>.*?)/)?{_NODE}", re.ASCII | re.DOTALL)
+_FORMER = re.compile(rf"(?P<run>.*?[^/]){_NODE}", re.ASCII | re.DOTALL)
 _OPTIMIZERS = re.compile(rf"{'|'.join(OPTIMIZER_KEYS)}|optimizer_[0-9]+", re.ASCII)
 _NUMBERED = re.compile(r"state\.[0-9]+\..*", re.ASCII)
 
@@ -62,6 +64,11 @@ class Target:
             self.location, self.step = step["run"] or ".", int(step["step"])
         else:
             self.location = text
+
+    def former(self) -> tuple[Store, int] | None:
+        """Where a path such as `runs/global_step7` was saved once: as step 7 of `runs/global_`."""
+        found = None if self.step is not None else _FORMER.fullmatch(str(self.location))
+        return None if found is None else (store_at(found["run"], self.options), int(found["step"]))
 
     def store(self) -> Store:
         """The store of the run."""

@@ -9,6 +9,7 @@ import io
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -166,7 +167,14 @@ class DcpReader(StorageReader):
                 self._damaged = [(at, stamp(at), error) for at, _, error in damaged]
                 self._older = folders[len(damaged) + 1 :]
                 return keys
-        return Keys(Run(store).open(step) if step is not None else open_checkpoint(store))
+        try:
+            return Keys(Run(store).open(step) if step is not None else open_checkpoint(store))
+        except NotFoundError:
+            if former := self._target.former():
+                store, step = former
+                with suppress(NotFoundError):
+                    return Keys(Run(store).open(step))
+            raise
 
     def _read_any(self, plan: LoadPlan, planner: LoadPlanner) -> Keys:
         """Read the first step that is whole, on all ranks alike."""

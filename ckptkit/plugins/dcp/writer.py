@@ -165,7 +165,8 @@ class DcpWriter(StorageWriter):
             raise UsageError(
                 "nothing says which step this is",
                 where=where,
-                hint="Writer(run, step=…), or checkpoint_id=… with the number of the step",
+                hint="Writer(run, step=…), or checkpoint_id= with the number of the step or its "
+                "path, such as run/step-7",
             )
         # Copies: what they are of may be changed in place.
         made_for = [(list(plan.items), copy(plan.planner_data)) for plan in plans]
