@@ -19,6 +19,7 @@ from ckptkit.errors import FormatError
 from ckptkit.plugins.dcp import Reader, Writer
 from ckptkit.plugins.dcp.names import Names, value_in
 from tests.live.pool import Pool
+from tests.plugins.planners import PlansAnew
 from tests.plugins.test_dcp import differing, emptied
 
 
@@ -71,6 +72,15 @@ def test_a_tensor_of_another_shape_in_the_step_before_is_refused(tmp_path: Path,
     damage(tmp_path / "step-0000000002", b"model/w")
     with pytest.raises(CheckpointException, match="Size mismatch"):
         load({"model": {"w": torch.zeros(8, 4)}}, storage_reader=Reader(tmp_path, fallback=True))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_planner_that_drops_what_ranks_are_told_cannot_fall_back(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}}
+    save(state, storage_writer=Writer(tmp_path, step=1))
+    load(state, storage_reader=Reader(tmp_path), planner=PlansAnew())
+    with pytest.raises(CheckpointException, match=r"(?s)PlansAnew.*dataclasses\.replace"):
+        load(state, storage_reader=Reader(tmp_path, fallback=True), planner=PlansAnew())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -13,11 +13,11 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.errors import FormatError
+from ckptkit.errors import FormatError, UsageError
 from ckptkit.foreign.extents import ForeignArray
 from ckptkit.foreign.readers.dcp import with_lists
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path, StateTensor, put, states_of
@@ -39,6 +39,9 @@ _STEP = re.compile(rf"(?:(?P<run>.*?)/)?{_NODE}", re.ASCII | re.DOTALL)
 _FORMER = re.compile(rf"(?P<run>.*?[^/]){_NODE}", re.ASCII | re.DOTALL)
 _OPTIMIZERS = re.compile(rf"{'|'.join(OPTIMIZER_KEYS)}|optimizer_[0-9]+", re.ASCII)
 _NUMBERED = re.compile(r"state\.[0-9]+\..*", re.ASCII)
+
+
+_Told = TypeVar("_Told")
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +96,18 @@ class Meeting(NamedTuple):
         """The ranks, as one of them meets the others."""
         world = World(rank, self.size, current_world().rendezvous)
         return ranks_of(world, self.name, timeout, failure)
+
+
+def told_by(plan: Any, kind: type[_Told], planner: object, where: str) -> _Told:
+    """What the coordinator tells a rank, in the plan that DCP and its planner have handed on."""
+    if isinstance(plan.storage_data, kind):
+        return plan.storage_data
+    raise UsageError(
+        "the planner has dropped what the coordinator tells the ranks",
+        where=where,
+        value=type(planner).__name__,
+        hint="create plans by dataclasses.replace(plan, items=…), which keeps storage_data",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ from ckptkit.plugins.dcp.names import (
     Names,
     Target,
     from_leaf,
+    told_by,
     value_in,
 )
 from ckptkit.storage import Options
@@ -178,7 +179,7 @@ class DcpReader(StorageReader):
 
     def _read_any(self, plan: LoadPlan, planner: LoadPlanner) -> Keys:
         """Read the first step that is whole, on all ranks alike."""
-        meeting: Meeting = plan.storage_data
+        meeting = told_by(plan, Meeting, planner, str(self._target))
         keys = planned = self._opened()
         damaged, self._damaged = self._damaged, []
         ranks = meeting.ranks(self._rank, self._timeout, NOT_LOADED)

@@ -59,6 +59,7 @@ from ckptkit.plugins.dcp.names import (
     as_leaf,
     name_tensors,
     objects_of,
+    told_by,
 )
 from ckptkit.storage import Options
 
@@ -200,14 +201,7 @@ class DcpWriter(StorageWriter):
 
     def prepared(self, plan: SavePlan, planner: SavePlanner) -> Writer:
         """A writer that has all which the plan gives this rank."""
-        told = plan.storage_data
-        if not isinstance(told, ToldSave):
-            raise UsageError(
-                "the planner has dropped what the coordinator tells the ranks",
-                where=str(self._target),
-                value=type(planner).__name__,
-                hint="create plans by dataclasses.replace(plan, items=…), which keeps storage_data",
-            )
+        told = told_by(plan, ToldSave, planner, str(self._target))
         ranks = told.meeting.ranks(self._rank, self._timeout, Ranks.failure)
         with failing_together(ranks):
             writer = self._filled(told, plan, planner, ranks)
