@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -81,6 +84,21 @@ def test_a_planner_that_drops_what_ranks_are_told_cannot_fall_back(tmp_path: Pat
     load(state, storage_reader=Reader(tmp_path), planner=PlansAnew())
     with pytest.raises(CheckpointException, match=r"(?s)PlansAnew.*dataclasses\.replace"):
         load(state, storage_reader=Reader(tmp_path, fallback=True), planner=PlansAnew())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_load_that_fails_leaves_no_file_open(tmp_path: Path, fallback: bool) -> None:
+    state = {"model": {"w": torch.ones(2)}}
+    save(state, storage_writer=Writer(tmp_path, step=1))
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 — of descriptors, not of paths
+    planner = DefaultLoadPlanner()
+    with (
+        patch.object(planner, "commit_tensor", side_effect=RuntimeError("no room")),
+        pytest.raises(CheckpointException, match="no room"),
+    ):
+        load(state, storage_reader=Reader(tmp_path, fallback=fallback), planner=planner)
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -33,7 +33,6 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.write.damage import Damage, mark_replaceable, stamp
 from ckptkit.errors import (
-    CkptkitError,
     FormatError,
     LayoutError,
     NotFoundError,
@@ -135,11 +134,11 @@ class DcpReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         keys = self._opened()
-        if not self._fallback:
-            keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
+        if self._fallback:
+            self._keys = self._read_any(plan, planner)
         else:
-            self._keys = keys = self._read_any(plan, planner)
-        keys.checkpoint.close()
+            with keys.checkpoint:
+                keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -194,14 +193,13 @@ class DcpReader(StorageReader):
                         if folder is not steps[0]:
                             keys = Keys(Checkpoint(folder, read_manifest(folder)))
                             keys.check_alike(plan.items, planned)
-                        keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
+                        with keys.checkpoint:
+                            keys.read(
+                                plan.items, planner, verify=self._verify, threads=self._threads
+                            )
                     except FormatError as error:
                         problem = error
-                    try:
-                        raise_alike(ranks, problem)
-                    except CkptkitError:
-                        keys.checkpoint.close()
-                        raise
+                    raise_alike(ranks, problem)
                     break
             if ranks.rank == 0:
                 mark_replaceable(damaged, keys.checkpoint.folder)
