@@ -79,6 +79,9 @@ class Ranks(ABC):
     def forget(self) -> None:  # noqa: B027 — most leave nothing behind
         """Remove what was said, once no rank can ask for it any more."""
 
+    def end(self) -> None:  # noqa: B027 — most leave nothing behind
+        """Ask for nothing any more: the last rank that says so removes what was said."""
+
     @abstractmethod
     def _tell(self, data: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""

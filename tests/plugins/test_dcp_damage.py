@@ -1,4 +1,6 @@
-"""Under DCP, steps that are damaged: what a job does about them, and values that are none."""
+"""Under DCP, steps that are damaged: what a job does about them, and values that are none; and what
+saves and loads leave behind.
+"""
 
 from __future__ import annotations
 
@@ -114,6 +116,25 @@ def test_a_process_that_saves_knows_what_the_job_went_past(tmp_path: Path) -> No
     REPLACEABLE.clear()
     save({"w": torch.ones(8)}, storage_writer=pickle.loads(sent))
     assert not ckptkit.verify(tmp_path)
+
+
+def keys_in_the_store(folder: str) -> list[int]:
+    """How many there are after each of some saves by other writers, and a load."""
+    state, counts = {"model": {"w": torch.ones(8)}}, []
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(3):
+        writer = pickle.loads(pickle.dumps(Writer(folder, step=step)))
+        save(state, storage_writer=writer)
+        load(state, storage_reader=Reader(folder, fallback=True))
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_nothing_stays_in_the_store_of_a_job(gloo: Pool, tmp_path: Path) -> None:
+    (counts, *_) = gloo.run(2, keys_in_the_store, str(tmp_path))
+    assert counts == counts[:1] * 3
 
 
 @pytest.mark.parametrize("said", [3, [], [3], [[]], [["x"]], [["x", 0]], [["x", [0]], 1]])

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
@@ -180,10 +180,15 @@ class StoreRanks(Ranks):
         for number in range(self._shares):
             self._rendezvous.delete_key(f"share/{number}")
         for number in range(self._meetings):
-            for rank in range(self.world_size):
-                self._rendezvous.delete_key(f"meeting/{number}/{rank}")
-            for key in (f"meeting/{number}", f"meeting/{number}/count"):
-                self._rendezvous.delete_key(key)
+            for end in ("", "/count", *(f"/{rank}" for rank in range(self.world_size))):
+                self._rendezvous.delete_key(f"meeting/{number}{end}")
+
+    def end(self) -> None:
+        # What they met for is done, and this must not say otherwise.
+        with suppress(RuntimeError):
+            if self._rendezvous.add("ended", 1) == self.world_size:
+                self.forget()
+                self._rendezvous.delete_key("ended")
 
     @_reachable()
     def _tell(self, data: bytes) -> bytes:

@@ -203,6 +203,7 @@ class DcpReader(StorageReader):
                     break
             if ranks.rank == 0:
                 mark_replaceable(damaged, keys.checkpoint.folder)
+        ranks.end()
         return keys
 
 

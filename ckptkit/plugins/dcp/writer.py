@@ -205,9 +205,6 @@ class DcpWriter(StorageWriter):
         ranks = told.meeting.ranks(self._rank, self._timeout, Ranks.failure)
         with failing_together(ranks):
             writer = self._filled(told, plan, planner, ranks)
-        # All ranks have begun this save: none looks at what the last one left in the store.
-        if self._used is not None and self._rank == 0:
-            self._used.forget()
         self._used = ranks
         return writer
 
@@ -216,6 +213,7 @@ class DcpWriter(StorageWriter):
         assert self._used is not None  # noqa: S101 — those that `prepared` met
         with failing_together(self._used):
             writer.commit()
+        self._used.end()
         self._last = (self._written, writer.plan) if writer.plan else None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002
