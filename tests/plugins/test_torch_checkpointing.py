@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch_checkpointing import CheckpointManager, ItemSpec, checkpoint_writer
 from torch_checkpointing.checkpoint_layout import (
@@ -237,7 +238,7 @@ def die_and_come_back_with_a_rank_less(folder: str) -> list[str] | None:
     write_and_die(folder)
     dist.barrier()
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
     dist.destroy_process_group()
     # torchrun's workers have one store over all restarts, where gloo would find old addresses.
