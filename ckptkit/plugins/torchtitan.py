@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckptkit.checkpoint.export.export import export
-from ckptkit.checkpoint.places import step_name
+from ckptkit.checkpoint.places import step_name, store_at
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import UsageError
@@ -28,6 +28,7 @@ _filesystem = TORCHTITAN.module("torchtitan.tools.filesystem")
 
 # What torchtitan calls some of what it saves.
 _DATALOADER, _LR_SCHEDULER, _TRAIN_STATE = "dataloader", "lr_scheduler", "train_state"
+_LARGEST_ADDED = 256 << 20
 
 
 class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # type: ignore[misc]
@@ -153,9 +154,19 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
                 model=_as_module(self._adapter.to_hf(state)),
             )
             if current_world().rank == 0:
-                out = f"{hf}/{step_name(step)}"
-                export(saved, out, to_format="hf", storage_options=self._storage)
-                Run(f"{hf}/.step", storage_options=self._storage).delete([step])
+                # The end of a training may be done again: its weights are replaced, and what was
+                # added to them stays.
+                out = store_at(f"{hf}/{step_name(step)}", self._storage)
+                there = [stored.key for stored in out.list("")]
+                added = [key for key in there if ".safetensors" not in key]
+                kept = {key: out.read_whole(key, _LARGEST_ADDED) for key in added}
+                out.delete(there)
+                try:
+                    export(saved, str(out.location), to_format="hf", storage_options=self._storage)
+                finally:
+                    Run(f"{hf}/.step", storage_options=self._storage).delete([step])
+                    for key, data in kept.items():
+                        out.put(key, data)
 
     def _load(self, step: int = -1) -> bool:
         # The newest step, in the run or still in the local folder, as the first rank sees it.

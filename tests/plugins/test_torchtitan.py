@@ -118,9 +118,20 @@ def test_a_training_begins_with_what_torchtitan_and_hugging_face_have(
     }
     again, said = train(tmp_path / "ours", 6, start=12, checkpoint=begun)
     assert again == {step: losses[step] for step in (4, 5, 6)}, said
-    last = {"last_save_model_only": True, "last_save_in_hf": True}
+    last: dict[str, Any] = {"last_save_model_only": True, "last_save_in_hf": True}
+    last["enable_first_step_checkpoint"] = True
     train(tmp_path / "hf", 3, checkpoint=last)
     (folder,) = (tmp_path / "hf" / "checkpoint-hf").glob("step-*")
+    # The end is done again: its weights are new, and what was added to them stays.
+    (folder / "config.json").write_text("{}")
+    (weights,) = folder.glob("*.safetensors")
+    written = weights.read_bytes()
+    weights.write_bytes(b"")
+    again, said = train(tmp_path / "hf", 3, checkpoint={**last, "load_step": 1})
+    assert again == {step: losses[step] for step in (2, 3)}, said
+    assert weights.read_bytes() == written, said
+    assert (folder / "config.json").read_text() == "{}"
+    assert not ckptkit.Run(folder.parent / ".step").steps()
     begun = {"initial_load_path": str(folder), "initial_load_in_hf": True, "load_only": True}
     fresh, said = train(tmp_path / "fresh", 1, start=12, checkpoint=begun)
     assert fresh[1] == losses[4], said
