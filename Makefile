@@ -31,7 +31,7 @@ test: ## set up with torch, then ruff, mypy and pytest
 	+@$(SET_UP) dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -n 2 $(TYPED)
+	$(BIN)/mypy $(TYPED)  # one process: on a busy machine its workers do not begin in time
 	$(PYTEST) -n 4  # more than cores: some of the time is waiting
 
 test-long: ## set up with torch, then the tests that take minutes each, and properties on many examples
