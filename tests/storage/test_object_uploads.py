@@ -40,6 +40,7 @@ def test_an_upload_is_as_old_as_its_newest_part(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_listing_with_more_and_no_word_where_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
     page: dict[str, Any] = {"IsTruncated": True}
     monkeypatch.setattr(S3fsClient, "_call", lambda *_, **__: page)
     with pytest.raises(StorageError, match="there is more, and not where"):

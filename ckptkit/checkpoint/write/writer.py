@@ -459,7 +459,7 @@ def _raw_elements(
     is_raw = may_be_bits and type(data) is np.ndarray and data.dtype is dtype.bits
     if is_raw and data.shape == shape:  # type: ignore[attr-defined]
         return data  # type: ignore[return-value]
-    if isinstance(data, np.ma.MaskedArray):
+    if hasattr(data, "filled"):  # by its class numpy would import all of `numpy.ma`
         raise UsageError("a masked array would lose its mask", where=name, hint="pass x.filled()")
     try:
         array = data if isinstance(data, np.ndarray) else np.asarray(memoryview(data))  # type: ignore[arg-type]  # what is no buffer raises
