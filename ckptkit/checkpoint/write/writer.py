@@ -172,9 +172,7 @@ class Writer:
             cuts = (given.get(axis, Replicate()) for axis in axes)
             row = tuple(parse_placement(cut) if isinstance(cut, str) else cut for cut in cuts)
             self._kinds[key] = self.kind(name, whole, known, row, role, later)
-        # What numpy lacks may come as raw bits.
-        lacking = known.numpy.type.__module__ != "numpy"
-        self._hold(name, self._kinds[key], data, of, may_be_bits=lacking)
+        self._hold(name, self._kinds[key], data, of)
 
     def kind(
         self,
@@ -206,15 +204,11 @@ class Writer:
     def add_alike(self, name: str, kind: HeldKind, data: object, of: str | None = None) -> None:
         """Add this rank's part of an array of a kind, as `add` does."""
         self._check_new(name)
-        self._hold(name, kind, data, of, may_be_bits=True)
+        self._hold(name, kind, data, of)
 
-    def _hold(
-        self, name: str, kind: HeldKind, data: object, of: str | None, *, may_be_bits: bool
-    ) -> None:
+    def _hold(self, name: str, kind: HeldKind, data: object, of: str | None) -> None:
         array, layout, part = kind
-        local = None
-        if data is not None:
-            local = _raw_elements(name, data, part.shape, array.dtype, may_be_bits=may_be_bits)
+        local = None if data is None else _raw_elements(name, data, part.shape, array.dtype)
         if local is None and not part.is_empty:
             raise UsageError("this rank holds a part, but no data was passed", where=name)
         if of is not None and of not in self._arrays:
@@ -453,12 +447,11 @@ class Writer:
 
 
 def _raw_elements(
-    name: str, data: object, shape: tuple[int, ...], dtype: DType, *, may_be_bits: bool
+    name: str, data: object, shape: tuple[int, ...], dtype: DType
 ) -> npt.NDArray[Any]:
     """Any buffer as an array of raw elements in the shape of the part, without a copy."""
-    is_raw = may_be_bits and type(data) is np.ndarray and data.dtype is dtype.bits
-    if is_raw and data.shape == shape:  # type: ignore[attr-defined]
-        return data  # type: ignore[return-value]
+    if type(data) is np.ndarray and data.dtype is dtype.bits and data.shape == shape:
+        return data
     if hasattr(data, "filled"):  # by its class numpy would import all of `numpy.ma`
         raise UsageError("a masked array would lose its mask", where=name, hint="pass x.filled()")
     try:
@@ -466,8 +459,8 @@ def _raw_elements(
     except (TypeError, ValueError) as error:
         what, hint = "neither an array nor a buffer", "pass an array, or a buffer and dtype=…"
         raise UsageError(what, where=name, value=type(data).__name__, hint=hint) from error
-    # Or as the signed integers that torch's `view` offers.
-    spellings = [dtype.numpy, dtype.bits] if may_be_bits else [dtype.numpy]
+    # Elements may come as raw bits, and what numpy lacks as the signed integers of torch's `view`.
+    spellings = [dtype.numpy, dtype.bits]
     if dtype.numpy.type.__module__ != "numpy":
         spellings.append(np.dtype(f"<i{dtype.itemsize}"))
     if array.dtype not in spellings:
