@@ -176,7 +176,7 @@ DENIED = """
 import os, sys
 import ckptkit
 from ckptkit import Run, Writer
-import ckptkit.format.zarr
+import ckptkit.checkpoint.run.verify, ckptkit.format.zarr
 import numpy as np
 from ckptkit.errors import AccessError
 
