@@ -156,6 +156,10 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
         kind = first.error_type
         if first.rank == ranks.rank or type(error) is kind:
             raise
+        # The other may have given up because of this very error. One of ours may be what a job goes
+        # on after, which all ranks have to.
+        if first.kind == GivenUpError.__name__ and not isinstance(error, CkptkitError):
+            raise
         raise first.error(ranks.failure, kind) from error
     except BaseException as error:
         ranks.leave(error)
