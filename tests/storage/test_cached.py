@@ -182,6 +182,14 @@ def test_who_asks_again_is_told_that_it_is_at_hand(path: Path, source: LocalSour
         assert source.is_at_hand(place)
 
 
+def test_what_a_device_brings_at_once_was_not_at_hand(
+    path: Path, source: LocalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget(path)
+    monkeypatch.setattr(os, "preadv", lambda *_: 1)
+    assert not source.is_at_hand(4 * MB)
+
+
 @pytest.mark.parametrize(
     ("offset", "length"),
     [(0, 0), (0, 1), (0, len(DATA)), (4095, 2), (4096, 4096), (12_345, 3 * MB + 7), (len(DATA), 0)],

@@ -14,6 +14,7 @@ the lists of the allocator.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from contextlib import suppress
@@ -30,6 +31,7 @@ _HUGE = 2 << 20
 _MANY_ROWS = 500
 # From here on a loop of vector loads and stores is faster than the C library's copy of a row.
 _LONG_ROW = 16 << 10
+_LIBC = ctypes.CDLL(None)
 
 
 def address_of(view: memoryview) -> int:
@@ -67,6 +69,35 @@ def copy_elements(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
             row = np.dtype((np.void, source.shape[-1] * size))
             source, target = source.view(row), target.view(row)
     target[...] = source
+
+
+def left_of(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is yet to be read into or written of some views, once so many bytes are."""
+    for number, view in enumerate(views):
+        if count < view.nbytes:
+            return [view[count:], *views[number + 1 :]]
+        count -= view.nbytes
+    return []
+
+
+def is_out_of_cache(file: int, offset: int, length: int) -> bool:
+    """Whether the system has nothing of these bytes of an open file in memory, by a look that
+    brings none. False where it does not tell: of a file that this user may not write it says that
+    all is there.
+    """
+    first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    size = offset + length - first
+    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    # ValueError: the file has no such bytes. AttributeError: the C library has no such function.
+    with (
+        suppress(OSError, ValueError, AttributeError),
+        mmap.mmap(file, size, prot=mmap.PROT_READ, offset=first) as memory,
+        memoryview(memory) as view,
+    ):
+        begin = ctypes.c_void_p(address_of(view))
+        refused = _LIBC.mincore(begin, ctypes.c_size_t(size), pages.ctypes)
+        return not refused and not np.any(pages & 1)
+    return False
 
 
 class AlignedBuffer:

@@ -29,7 +29,7 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.base.buffers import default_pool
+from ckptkit.storage.base.buffers import default_pool, is_out_of_cache, left_of
 from ckptkit.storage.base.store import Closing, as_bytes, checked_range
 
 BLOCK = 4096
@@ -258,15 +258,20 @@ class LocalSource(Closing):
         """
         if not self._is_on_device:
             return True
+        file = self._file.fileno()
+        # A read that may not wait does begin one, and finds the byte where the device was quick: so
+        # first a look that brings nothing. It says little of other people's files.
         try:
-            if os.preadv(self._file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT):
+            if not is_out_of_cache(file, offset, 1) and os.preadv(
+                file, [bytearray(1)], offset, os.RWF_NOWAIT
+            ):
                 return True
         except BlockingIOError:
             pass
         except OSError:
             return True  # this file system does not tell
         with suppress(OSError):
-            os.pread(self._file.fileno(), 1, offset)
+            os.pread(file, 1, offset)
         return False
 
     def lend(
@@ -471,15 +476,6 @@ class DirectFile:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
             return wanted and bool(O_DIRECT)
         return False
-
-
-def left_of(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is yet to be read into or written of some views, once so many bytes are."""
-    for number, view in enumerate(views):
-        if count < view.nbytes:
-            return [view[count:], *views[number + 1 :]]
-        count -= view.nbytes
-    return []
 
 
 def free_bytes(place: Path | int) -> int:
