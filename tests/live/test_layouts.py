@@ -20,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 import ckptkit
 from ckptkit.errors import PeerError, StrategyError, UsageError
@@ -261,6 +263,38 @@ def composed(location: str) -> None:
 
 def test_the_older_replicate_hides_no_dtensor(gloo: Pool, tmp_path: Path) -> None:
     gloo.run(4, composed, str(tmp_path))
+
+
+def heads(seed: int) -> tuple[nn.Module, AdamW]:
+    """Two of one row, which only the first rank of `tp` has, under DistributedDataParallel."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    whole = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tp"], {"0": whole, "1": whole})
+    wrapped = DistributedDataParallel(model, device_mesh=mesh["ddp"])
+    optimizer = AdamW(wrapped.parameters())
+    # From here on the weights are no parameters of their modules.
+    wrapped(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    return wrapped, optimizer
+
+
+def empty_under_ddp(location: str) -> None:
+    model, optimizer = heads(0)
+    save(location, step=1, model=model, optimizer=optimizer)
+    with ckptkit.open(location) as found:
+        assert {"model/0.weight", "optimizer/1.weight/exp_avg"} < set(found.arrays)
+    again, other = heads(1)
+    load(location, model=again, optimizer=other)
+    for mine, its in zip(optimizer.param_groups, other.param_groups, strict=True):
+        for first, second in zip(mine["params"], its["params"], strict=True):
+            assert torch.equal(first, second)
+            assert torch.equal(optimizer.state[first]["exp_avg"], other.state[second]["exp_avg"])
+
+
+def test_empty_shards_that_ddp_wraps_are_told_apart(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(4, empty_under_ddp, str(tmp_path))
 
 
 def too_early(location: str, *, alone: bool) -> None:

@@ -69,15 +69,15 @@ class Submodules(list[nn.Module]):
         it makes plain parameters; from the first forward on modules have DTensors of the same
         memory instead, which are no parameters.
         """
-        plain = [p for w in self.ddp_wrappers for p in w._module_parameters]
-        at = {(p.data_ptr(), tuple(p.shape)): p for p in plain if hasattr(p, "_st_info")}
+        known = [p for wrapper in self.ddp_wrappers for p in wrapper._module_parameters]
+        plain = {p for p in known if hasattr(p, "_st_info")}
         found: dict[str, nn.Parameter] = {}
-        for path, each in self[0].named_modules() if at else ():
+        for path, each in self[0].named_modules() if plain else ():
             for name, value in vars(each).items():
-                local = value._local_tensor if isinstance(value, DTensor) else None
-                memory = None if local is None else (local.data_ptr(), tuple(local.shape))
-                if memory in at:
-                    found[f"{path}.{name}" if path else name] = at[memory]
+                # Not by the place in memory: empty shards have none.
+                of = value._local_tensor._base if isinstance(value, DTensor) else None
+                if isinstance(of, nn.Parameter) and of in plain:
+                    found[f"{path}.{name}" if path else name] = of
         return found
 
     @property
