@@ -168,6 +168,26 @@ def test_groups_that_are_split_otherwise_take_the_options_of_their_parameters(
     assert states(model, two_rates) == states(model, one_rate)
 
 
+def test_rates_and_betas_may_be_tensors_of_one_element(tmp_path: Path) -> None:
+    def made(rate: float, betas: tuple[float, float]) -> tuple[Net, AdamW, list[torch.Tensor]]:
+        model, first, second = net(), *map(torch.tensor, betas)
+        optimizer = AdamW(model.parameters(), torch.tensor([rate]), (first, second), foreach=False)
+        return model, optimizer, [optimizer.param_groups[0]["lr"], first, second]
+
+    model, optimizer, options = made(0.5, (0.25, 0.75))
+    train(model, optimizer, range(2))
+    save(tmp_path, step=2, model=model, optimizer=optimizer)
+    again, other, its_options = made(0.125, (0.5, 0.875))
+    load(tmp_path, model=again, optimizer=other)
+    assert its_options == options  # the very tensors, which a scheduler may have
+    group = other.param_groups[0]
+    assert [id(each) for each in (group["lr"], *group["betas"])] == list(map(id, its_options))
+    assert train(again, other, range(2, 4)) == train(model, optimizer, range(2, 4))
+    plain = AdamW(again.parameters())
+    load(tmp_path, model=again, optimizer=plain)
+    assert [plain.param_groups[0][key] for key in ("lr", "betas")] == [0.5, (0.25, 0.75)]
+
+
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_a_parameter_that_the_saved_optimizer_did_not_have_is_missing(
     tmp_path: Path, momentum: float

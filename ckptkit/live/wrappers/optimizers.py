@@ -96,7 +96,7 @@ class PlainOptimizer:
         found = []
         for group in self._optimizer.param_groups:
             options = {
-                key: value.item() if torch.is_tensor(value) and value.ndim == 0 else value
+                key: _plain(value)
                 for key, value in group.items()
                 if key not in ("params", "param_names")
             }
@@ -161,10 +161,7 @@ class PlainOptimizer:
         for group in self._optimizer.param_groups:
             known = (options[n] for n in self.names_of(names, group["params"]) if n in options)
             for key, value in next(known, {}).items():
-                if torch.is_tensor(group.get(key)):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+                group[key] = _taken(group.get(key), value)
         if any(type(kept.get("step")) in (int, float) for kept in given.values()):
             # Torch counts steps in tensors, and makes one of a number when it loads.
             its = {"state": self._optimizer.state, "param_groups": self._optimizer.param_groups}
@@ -246,6 +243,25 @@ class PlainOptimizer:
             for each in _saved_in(item)
             if key not in state
         )
+
+
+def _plain(option: Any) -> Any:
+    """An option without tensors, of which learning rates and betas may be some, of one element."""
+    if torch.is_tensor(option) and option.numel() == 1:
+        return option.item()
+    if type(option) in (list, tuple):
+        return type(option)(map(_plain, option))
+    return option
+
+
+def _taken(mine: Any, option: Any) -> Any:
+    """An option that was saved, in the tensors that are here."""
+    if torch.is_tensor(mine):
+        return mine.fill_(option)
+    kinds = {type(mine), type(option)}
+    if kinds <= {list, tuple} and len(mine) == len(option):
+        return type(option)(map(_taken, mine, option))
+    return option
 
 
 def _is_as(value: object, item: Saved) -> bool:
