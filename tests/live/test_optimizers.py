@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import (
     SGD,
     Adadelta,
@@ -32,6 +33,7 @@ from ckptkit.live import Checkpointer
 from tests.live.gathering import Arrays, Comparison, gathered, tensors_in
 from tests.live.pool import Pool
 from tests.live.strategies import LAYOUTS, MakeOptimizer, build
+from tests.live.test_wrapped import EightBit
 
 PLACES = ("plain", "ddp:2", "fsdp2:2", "zero1:2")
 FIRST, REST = range(3), range(3, 5)
@@ -388,3 +390,30 @@ def test_a_parameter_that_a_state_dict_shows_as_others_keeps_what_its_optimizer_
     live.load(tmp_path, model=resumed[0], optimizer=resumed[1])
     assert {"model/1.q", "optimizer/1.fused/exp_avg"} < set(ckptkit.open(tmp_path).arrays)
     assert train(*resumed, REST) == train(model, optimizer, REST)
+
+
+def resume_what_one_rank_owns(location: str) -> None:
+    """One weight for two ranks of ZeRO-1, whose optimizer alone can make what it keeps of it."""
+
+    def made(rate: float) -> tuple[nn.Parameter, ZeroRedundancyOptimizer]:
+        weight = nn.Parameter(torch.ones(4, 8))
+        return weight, ZeroRedundancyOptimizer([weight], EightBit, lr=rate)
+
+    def train(weight: nn.Parameter, optimizer: ZeroRedundancyOptimizer) -> None:
+        weight.grad = torch.full_like(weight, 2.0)
+        optimizer.step()
+
+    weight, optimizer = made(0.5)
+    model = nn.ParameterDict({"weight": weight})
+    train(weight, optimizer)
+    live.save(location, step=1, model=model, optimizer=optimizer)
+    again, other = made(0.25)
+    live.load(location, model=nn.ParameterDict({"weight": again}), optimizer=other)
+    assert torch.equal(weight, again)
+    for each in ((weight, optimizer), (again, other)):
+        train(*each)
+    assert torch.equal(weight, again)
+
+
+def test_a_rank_that_owns_nothing_need_not_make_state(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(2, resume_what_one_rank_owns, str(tmp_path), timeout=60)

@@ -125,7 +125,8 @@ class PlainOptimizer:
             left = known
             wanted = [parameter for parameter, kept in known.items() if kept]
             try:
-                step_without_effect(self._optimizer, wanted)
+                # Ranks that own nothing would not come to the collectives of a step of ZeRO.
+                step_without_effect(self.stepping, wanted)
             except NotImplementedError as error:
                 made = [names[each] for each in wanted if parts_of_tensor(each)]
                 raise UnsupportedTypeError(
