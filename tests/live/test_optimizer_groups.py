@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
 import ckptkit
-from ckptkit.errors import InvalidNameError
+from ckptkit.errors import InvalidNameError, UnsupportedTypeError
 from ckptkit.live import StateMismatchError, load, save
 from tests.live.gathering import whole
 from tests.live.pool import Pool
@@ -149,6 +149,32 @@ def test_two_optimizers_of_one_parameter_are_refused(tmp_path: Path) -> None:
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidNameError, match="not the model's"):
         save(tmp_path, step=1, model=net(), optimizer=AdamW(net().parameters()))
+
+
+class Counting(SGD):
+    """Counts its steps beside the state of parameters, as MADGRAD does."""
+
+    state: Any
+
+    def step(self, closure: Any = None) -> Any:
+        """One more."""
+        self.state["k"] = self.state.get("k", torch.tensor(0)) + 1
+        return super().step(closure)
+
+
+def test_state_of_no_parameter_is_refused_rather_than_lost(tmp_path: Path) -> None:
+    model = net()
+    optimizer = Counting(model.parameters(), lr=0.25, momentum=0.9)
+    train(model, optimizer, range(2))
+    with pytest.raises(UnsupportedTypeError, match="belongs to no parameter") as refused:
+        save(tmp_path, step=2, model=model, optimizer=optimizer)
+    assert 'state={"optimizer state": optimizer}' in str(refused.value)  # which does keep it
+    save(tmp_path, step=2, model=model, state={"optimizer state": optimizer})
+    again = net(1)
+    other = Counting(again.parameters(), lr=0.5)
+    load(tmp_path, model=again, state={"optimizer state": other})
+    assert other.state["k"] == 2
+    assert train(again, other, range(2, 4)) == train(model, optimizer, range(2, 4))
 
 
 def test_groups_that_are_split_otherwise_take_the_options_of_their_parameters(

@@ -135,10 +135,22 @@ def _optimizer(optimizer: object, model: Model | None) -> PlainOptimizer:
     # Whoever has one has imported it; importing it here would take a while, and warns.
     zero1 = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero1 is not None and isinstance(optimizer, zero1.ZeroRedundancyOptimizer):
-        return Zero1Optimizer(optimizer)
-    if model is not None and model.needs_collectives:
-        return fsdp1.FSDP1Optimizer(optimizer, model.modules)
-    return PlainOptimizer(optimizer)
+        found: PlainOptimizer = Zero1Optimizer(optimizer)
+    elif model is not None and model.needs_collectives:
+        found = fsdp1.FSDP1Optimizer(optimizer, model.modules)
+    else:
+        found = PlainOptimizer(optimizer)
+    # State is saved by parameter: what some optimizers keep for all of them would be lost.
+    keys: Iterable[object] = found.state
+    if other := [key for key in keys if not isinstance(key, torch.Tensor)]:
+        raise UnsupportedTypeError(
+            f"the {found.kind} keeps state that belongs to no parameter",
+            where="optimizer",
+            value=other[0],
+            hint='state={"optimizer state": optimizer} in place of optimizer=… takes all that its '
+            "state_dict() has; the next job then has to be spread as this one",
+        )
+    return found
 
 
 def _check_stateful(name: str, value: object) -> None:
