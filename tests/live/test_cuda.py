@@ -167,6 +167,37 @@ def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Path, *, fused: bool) -
         assert bits(again.state()[name]) == bits(tensor), name
 
 
+class Norms(torch.optim.SGD):
+    """Keeps the norm of each gradient, where the gradient is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """The norms are added up in place."""
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            kept = self.state[parameter].setdefault("norm", parameter.new_zeros(()))
+            kept.add_(parameter.grad.norm())
+        return super().step(closure)
+
+
+def test_what_an_optimizer_counts_lies_where_its_saved_options_want_it(tmp_path: Path) -> None:
+    for source, target in ((True, False), (False, True)):
+        first, other = Training(0, fused=source), Training(1, fused=target)
+        first.train(range(2))
+        run = tmp_path / str(source)
+        save(run, step=2, model=first.model, optimizer=first.optimizer)
+        load(run, model=other.model, optimizer=other.optimizer)
+        first.model.eval()  # without random numbers
+        other.model.eval()
+        assert other.train(range(2, 4)) == first.train(range(2, 4))
+    first, other = Training(0, fused=False), Training(1, fused=False)
+    for each in (first, other):
+        each.optimizer = Norms(each.model.parameters(), lr=0.01)  # type: ignore[assignment]
+    first.train(range(2))
+    save(tmp_path / "norms", step=2, model=first.model, optimizer=first.optimizer)
+    load(tmp_path / "norms", model=other.model, optimizer=other.optimizer)
+    assert len(other.train(range(2, 4))) == 2
+
+
 def test_what_was_saved_on_one_device_is_loaded_on_another(tmp_path: Path) -> None:
     for source, target in (("cuda", "cpu"), ("cpu", "cuda")):
         first = Training(0, fused=False, device=source)

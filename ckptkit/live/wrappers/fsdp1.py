@@ -418,7 +418,7 @@ class FSDP1Optimizer(PlainOptimizer):
                     size, device = flat.kept_size(pieces[0]), parameter.device
                     made = torch.zeros(size, dtype=item.dtype, device=device)
                 else:
-                    made = self._empty(parameter, item).zero_()
+                    made = self._empty(parameter, item, key).zero_()
                 self.state[parameter][key] = made
         if not wanted and not state:
             self.state.pop(parameter, None)

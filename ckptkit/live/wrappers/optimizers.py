@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adagrad, Optimizer
 
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
-from ckptkit.format.names import join
+from ckptkit.format.names import join, split
 from ckptkit.live.state.entries import (
     Line,
     Names,
@@ -163,6 +163,12 @@ class PlainOptimizer:
             known = (options[n] for n in self.names_of(names, group["params"]) if n in options)
             for key, value in next(known, {}).items():
                 group[key] = _taken(group.get(key), value)
+            if group.get("capturable") or group.get("fused"):
+                # These count steps on the device, which the optimizer here may not have done.
+                for parameter in group["params"]:
+                    state = self.state.get(parameter, {})
+                    if torch.is_tensor(state.get("step")):
+                        state["step"] = state["step"].to(parameter.device)
         if any(type(kept.get("step")) in (int, float) for kept in given.values()):
             # Torch counts steps in tensors, and makes one of a number when it loads.
             its = {"state": self._optimizer.state, "param_groups": self._optimizer.param_groups}
@@ -194,7 +200,7 @@ class PlainOptimizer:
                     hint="its options differ from those of the one that saved, or it keeps parts "
                     "of this size otherwise: load into as many ranks as saved",
                 )
-            return mine if fits else self._empty(parameter, item)
+            return mine if fits else self._empty(parameter, item, split(where)[-1])
         if isinstance(item, dict):
             known = mine if isinstance(mine, Mapping) else {}
             made = {
@@ -216,7 +222,7 @@ class PlainOptimizer:
             return mine
         return item
 
-    def _empty(self, parameter: nn.Parameter, item: Saved) -> torch.Tensor:
+    def _empty(self, parameter: nn.Parameter, item: Saved, key: str) -> torch.Tensor:
         if item.is_like_parameter:
             like: torch.Tensor = parameter
             if parts_of_tensor(parameter):
@@ -228,11 +234,9 @@ class PlainOptimizer:
             return torch.empty_like(like, dtype=item.dtype, requires_grad=False)
         if item.shape:
             return torch.empty(item.shape, dtype=item.dtype, device=parameter.device)
-        group = next(
-            g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"])
-        )
-        on_device = group.get("capturable") or group.get("fused")
-        return torch.empty((), dtype=item.dtype, device=parameter.device if on_device else "cpu")
+        # As torch has it when it loads; `absorb` sees to steps that count on the device.
+        device = torch.device("cpu") if key == "step" else parameter.device
+        return torch.empty((), dtype=item.dtype, device=device)
 
     def _needs_a_step(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> bool:
         """Whether only the optimizer itself knows how a value of another shape is spread."""
