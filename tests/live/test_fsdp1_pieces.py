@@ -167,6 +167,20 @@ def test_flat_parameters_cannot_have_two_step_counts(gloo: Pool, tmp_path: Path)
         gloo.run(2, load_what_learned_at_different_times, str(tmp_path))
 
 
+def load_what_is_no_number(location: str) -> None:
+    source, target = WAYS["full, flat"].job(0), WAYS["full, flat"].job(1)
+    source.train([0])
+    for state in source.optimizer.state.values():
+        state["step"].fill_(torch.nan)
+    store(source, location)
+    assert restore(target, location) == "nothing differs"
+    assert all(state["step"].isnan() for state in target.optimizer.state.values())
+
+
+def test_what_is_no_number_does_not_differ_from_itself(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(2, load_what_is_no_number, str(tmp_path))
+
+
 def load_where_rank_1_fails(location: str) -> str:
     job = WAYS["full"].job(0)
     store(job, location)

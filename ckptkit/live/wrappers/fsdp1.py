@@ -456,8 +456,9 @@ class FSDP1Optimizer(PlainOptimizer):
                 mine = {**given.get(piece.name, {}), **values.get(piece.name, {})}
                 for key, value in mine.items():
                     first = known.setdefault(key, value)
-                    both = torch.is_tensor(first) and torch.is_tensor(value)
-                    if not (torch.equal(first, value) if both else bool(first == value)):
+                    # As bytes: NaN is not equal to itself.
+                    one, other = (dumps(tensors_inline([each])) for each in (first, value))
+                    if one != other:
                         raise StateMismatchError(
                             f"{pieces[0].name} and {piece.name} are one flat parameter here, but "
                             f"were saved with different values of {key}",
