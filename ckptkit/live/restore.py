@@ -13,6 +13,7 @@ from functools import partial as bound
 from itertools import zip_longest
 from typing import Unpack
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.places import (
@@ -41,8 +42,9 @@ from ckptkit.live.comparison import LoadOptions, Report, check_wrappers, compare
 from ckptkit.live.fill import by_sharing, fill, fill_once
 from ckptkit.live.resume import hand_over
 from ckptkit.live.snapshot import rules_of, take_snapshot, with_optimizers
+from ckptkit.live.state.entries import StateMismatchError
 from ckptkit.live.state.extra import Extra
-from ckptkit.live.state.parts import HandCuts
+from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import (
     World,
     bytes_of_first,
@@ -52,7 +54,7 @@ from ckptkit.live.state.ranks import (
     ranks_of,
     reading_threads,
 )
-from ckptkit.live.state.tensors import devices_of, synchronize
+from ckptkit.live.state.tensors import checksum, devices_of, synchronize
 from ckptkit.live.state.trees import put_tensors
 from ckptkit.live.wrappers import Training, TrainingObjects
 from ckptkit.model.document import size_text
@@ -147,7 +149,13 @@ def load_into(
         verify = options.verify and checkpoint.manifest.is_checked
         threads = reading_threads(world, checkpoint.store.abilities, options.threads)
         options = replace(options, verify=verify, threads=threads)
-        topology, rest = snapshot.topology, fillings
+        topology = snapshot.topology
+        rest = [(_with_memory_for_each(held), array) for held, array in fillings]
+        shared_memory = [
+            (held, own.local)
+            for (held, _), (own, _) in zip(fillings, rest, strict=True)
+            if own is not held
+        ]
         # Another stream may still compute what is now overwritten.
         synchronize(devices_of(held.local for held, _ in fillings))
         if options.read_once and world.size > 1:
@@ -155,6 +163,8 @@ def load_into(
         alone, shared = by_sharing(topology, rest, ranks_here(world), parts=not verify)
         fill(checkpoint, topology, alone, options, alone=True)
         fill(checkpoint, topology, shared, options, alone=False)
+        for held, values in shared_memory:
+            _take_shared(held, values)
         # Some wrappers take over in a collective, which one that failed would not come to.
         ranks.wait()
         hand_over(training, snapshot, match.values, match.optimizers.documents)
@@ -175,6 +185,35 @@ def load_into(
         for name, item in in_group("extra", match.objects).items()
     }
     return Restored(checkpoint.step, Extra(extra, match.data), match.report)
+
+
+def _with_memory_for_each(held: LiveTensor) -> LiveTensor:
+    """The tensor with memory of its own for each element: where several share it, as `expand` makes
+    them, each would get the value that is read last.
+    """
+    local = held.local
+    if local.is_contiguous() or not _shared_axes(local):
+        return held
+    return held.in_memory(torch.empty(local.shape, dtype=local.dtype, device=local.device))
+
+
+def _shared_axes(local: torch.Tensor) -> list[int]:
+    return [n for n, step in enumerate(local.stride()) if not step and local.shape[n] > 1]
+
+
+def _take_shared(held: LiveTensor, values: torch.Tensor) -> None:
+    """Fill a tensor whose elements share memory, with values that must be the same for those."""
+    one, given = held.local, values
+    for axis in _shared_axes(held.local):
+        one, given = one.narrow(axis, 0, 1), given.narrow(axis, 0, 1)
+    with torch.no_grad():
+        one.copy_(given)
+    if checksum(held.name, held.local) != checksum(held.name, values):
+        raise StateMismatchError(
+            "its elements share memory here (as `expand` makes them), and differ in the step",
+            where=held.name,
+            hint="give it memory of its own, with clone(), before it is loaded",
+        )
 
 
 def _extra_shapes(checkpoint: Checkpoint, rules: HandCuts) -> dict[str, tuple[int, ...]]:

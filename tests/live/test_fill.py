@@ -19,6 +19,7 @@ from ckptkit.errors import CorruptionError
 from ckptkit.live import PerRank, fill, load, load_state, save
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.state import tensors
+from ckptkit.live.state.entries import StateMismatchError
 from ckptkit.model import Box
 from tests.live.test_tensors import DTYPES, MEMORY, bits
 
@@ -88,6 +89,21 @@ def test_memory_of_any_order_is_filled(tmp_path: Path, kind: str) -> None:
     target = MEMORY[kind]().zero_()
     load(tmp_path, state={"s": {"x": target}})
     assert target.tolist() == saved.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_elements_that_share_memory_have_to_be_alike_in_the_step(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    alike = torch.tensor([[torch.nan], [2.0]]).expand(2, 3)
+    save(tmp_path, step=1, state={"s": {"x": alike}})
+    target = torch.zeros(2, 1, dtype=dtype).expand(2, 3)
+    load(tmp_path, state={"s": {"x": target}}, cast=True)
+    assert bits(target.clone()) == bits(alike.clone().to(dtype))
+    save(tmp_path, step=2, state={"s": {"x": torch.arange(6.0).view(2, 3)}})
+    with pytest.raises(StateMismatchError, match="share memory") as caught:
+        load(tmp_path, state={"s": {"x": target}}, cast=True)
+    assert caught.value.where == "s/x"
 
 
 @pytest.mark.usefixtures("way", "_cache")
