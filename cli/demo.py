@@ -21,7 +21,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 from ckptkit.cli.options import command
-from ckptkit.cli.output import CORRUPT, OK, PEER, Reply, emit
+from ckptkit.cli.output import CORRUPT, INTERRUPTED, OK, PEER, PIPE, Reply, emit
 
 import ckptkit
 from ckptkit.errors import AlreadyExistsError, PeerError, UsageError
@@ -129,7 +129,10 @@ class Performance:
         line = shlex.join(["ckpt", *arguments])
         self.say(f"$ {line}")
         with contextlib.redirect_stdout(io.StringIO()) if self.quiet else contextlib.nullcontext():
-            code: int = self.program.main(list(arguments), standalone_mode=False)
+            context = self.program.make_context("ckpt", list(arguments))
+            code: int = self.program.invoke(context)
+        if code in (INTERRUPTED, PIPE):  # it has said so: what ends a command ends the demo
+            raise click.exceptions.Exit(code)
         self.say("")
         self.commands.append({"command": line, "exit": code})
         return code

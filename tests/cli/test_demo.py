@@ -36,6 +36,34 @@ def test_ctrl_c_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ctrl_c_in_one_of_its_commands_ends_it(tmp_path: Path) -> None:
+    # Which `ckpt reshard` alone imports.
+    (tmp_path / "resource.py").write_text(
+        "import signal\nRUSAGE_SELF = getrusage = None\nsignal.raise_signal(signal.SIGINT)"
+    )
+    place = tmp_path / "place"
+    place.mkdir()
+    done = process("demo", PYTHONPATH=str(tmp_path), TMPDIR=str(place))
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert list(place.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_while_a_command_runs_ends_it(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(TMPDIR=str(tmp_path)),
+    ) as program:
+        assert program.stdout
+        assert program.stderr
+        while not program.stdout.readline().startswith(b"$ ckpt verify "):
+            pass
+        program.stdout.close()
+        assert (program.wait(300), program.stderr.read()) == (141, b"")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_writer_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "false")
     result = ckpt("demo", tmp_path / "here")
