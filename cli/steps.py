@@ -9,7 +9,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import click
@@ -288,7 +287,7 @@ def unpack(step: str, folder: str, memory: str, *, storage_options: Options | No
             files = ckptkit.unpack(checkpoint, folder, memory=memory, progress=bar)
         document = {
             "location": checkpoint.location,
-            "folder": str(Path(folder).absolute()),
+            "folder": str(ckptkit.open_store(folder).location),
             "step": checkpoint.step,
             "arrays": len(checkpoint.arrays),
             "bytes": nbytes,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import zarr
 
 from tests.cli.programs import ckpt, document, flip_a_bit
@@ -14,6 +15,16 @@ def test_zarr_reads_what_was_unpacked(run: Path, tmp_path: Path) -> None:
     assert found["files"] == sum(path.is_file() for path in plain.rglob("*"))
     group = zarr.open_group(plain, mode="r")
     assert sorted(group["model"].array_keys()) == ["none", "qkv", "scale", "tied", "w"]  # type: ignore[union-attr]
+
+
+def test_it_says_where_a_url_and_a_home_lead(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in (f"file://{tmp_path}/one", "~/two", f"{tmp_path}/run/../three"):
+        found = Path(document("unpack", run, folder)["folder"])
+        assert found == tmp_path / Path(folder).name
+        assert (found / "zarr.json").is_file()
 
 
 def test_the_text_says_what_was_written(run: Path, tmp_path: Path) -> None:
