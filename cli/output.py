@@ -382,7 +382,7 @@ def report(error: BaseException) -> int:
     elif isinstance(error, CkptkitError):
         lines = f"error: {error}".splitlines()
     elif isinstance(error, click.ClickException):
-        said = error.format_message().rstrip(".")
+        said = " ".join(error.format_message().split()).rstrip(".")  # click lists choices in lines
         lines = [f"error: {said[:1].lower()}{said[1:]}"]
         context = getattr(error, "ctx", None)
         if context is not None:

@@ -95,6 +95,12 @@ def test_wrong_usage_looks_as_all_errors_do() -> None:
         assert second.startswith("hint: `ckpt")
 
 
+def test_the_choices_of_a_missing_option_are_one_line() -> None:
+    first, _ = ckpt("export", "x", "y").stderr.splitlines()
+    choices = "hf, safetensors, torch, dcp"
+    assert first == f"error: missing option '--to-format'. Choose from: {choices}"
+
+
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: str, **options: object) -> None:
         raise KeyboardInterrupt
