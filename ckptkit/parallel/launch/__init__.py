@@ -26,10 +26,11 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ckptkit.errors import NotFoundError, UsageError
+from ckptkit.errors import NotFoundError, PeerError, UsageError
 from ckptkit.parallel.launch.output import Outcome, Output, Show, Streams
 from ckptkit.parallel.ranks import BACKEND_VARIABLE, BACKENDS, mpirun
 
@@ -96,6 +97,11 @@ class LaunchJob:
                 value=self.nodes,
                 hint="--rdzv-endpoint HOST:PORT, the same on each of them",
             )
+        try:
+            parse_rendezvous_endpoint(self.endpoint, 0)
+        except ValueError as error:
+            hint = "write HOST:PORT, such as n0:29400"
+            raise UsageError("no place to meet", value=self.endpoint, hint=hint) from error
 
     @property
     def node_range(self) -> tuple[int, int]:
@@ -136,7 +142,15 @@ def launch(job: LaunchJob, show: Show) -> Outcome:
     output = Output(show)
     with _given_back(list(inherited)):
         os.environ.update(inherited)
-        return _run_by_mpirun(job, output) if job.backend == "mpi" else _run_by_agent(job, output)
+        try:
+            run = _run_by_mpirun if job.backend == "mpi" else _run_by_agent
+            return run(job, output)
+        except RendezvousError as error:
+            raise PeerError(
+                "the machines did not meet",
+                where=job.endpoint,
+                hint="start the same command on each of them, first on the one of --rdzv-endpoint",
+            ) from error
 
 
 @contextmanager

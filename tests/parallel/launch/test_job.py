@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from ckptkit.errors import UsageError
+import ckptkit.parallel.launch as launching
+from ckptkit.errors import PeerError, UsageError
 from ckptkit.parallel.launch import LaunchJob, Outcome
 
 
@@ -26,6 +30,9 @@ from ckptkit.parallel.launch import LaunchJob, Outcome
         ({"nodes": "4:2"}, "is no number of machines"),
         ({"nodes": "2"}, "need a place to meet.*\nhint: --rdzv-endpoint"),
         ({"nodes": "2", "backend": "mpi", "endpoint": "a:1"}, "for mpirun itself to start"),
+        ({"endpoint": "a:b"}, "no place to meet.*\nhint: write HOST:PORT"),
+        ({"endpoint": "a:65536"}, "no place to meet"),
+        ({"endpoint": "a b:1"}, "no place to meet"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(given: dict[str, Any], problem: str) -> None:
@@ -36,6 +43,20 @@ def test_what_cannot_be_launched_is_refused(given: dict[str, Any], problem: str)
 def test_machines_are_a_number_or_a_range() -> None:
     assert LaunchJob(("train.py",)).node_range == (1, 1)
     assert LaunchJob(("train.py",), nodes="1:4", endpoint="a:1").node_range == (1, 4)
+
+
+def test_a_place_where_nobody_answers_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    impatient = partial(RendezvousParameters, read_timeout=1, is_host="false")
+    monkeypatch.setattr(launching, "RendezvousParameters", impatient)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    job = LaunchJob((str(script),), nodes="2", endpoint=place)
+    with pytest.raises(PeerError, match=f"{place}: the machines did not meet\nhint: "):
+        launching.launch(job, lambda *_: None)
 
 
 @pytest.mark.parametrize(
