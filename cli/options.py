@@ -117,7 +117,7 @@ def steps(ctx: click.Context, param: click.Parameter, begun: str) -> list[Comple
         return []  # a shell would take it for a folder
     run, slash, last = begun.rpartition("/")
     found = []
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # that `~` leads nowhere
         names = [each.name for each in Path(run + slash or ".").expanduser().iterdir()]
         for name in sorted(names, reverse=True):
             number = name.removeprefix("step-").lstrip("0")
@@ -134,7 +134,7 @@ def array_names(ctx: click.Context, param: click.Parameter, begun: str) -> list[
     place, found = ctx.params.get(first.name or ""), list[str]()
     # Nobody waits for a server to be asked at every key.
     if place and "://" not in place:
-        with suppress(CkptkitError), ckptkit.open(Path(place).expanduser()) as checkpoint:
+        with suppress(CkptkitError), ckptkit.open(place) as checkpoint:
             found = [name for name in checkpoint.names if name.startswith(begun)]
     if len(found) > _NAMED:
         same = next(i for i in count() if found[0][: i + 1] != found[-1][: i + 1])  # is sorted

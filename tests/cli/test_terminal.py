@@ -88,6 +88,10 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["diff", "7b", "7b", "--include", "model/h"], ["model/head"]),
         (["reshard", "7b", "new", "--rules", "mix"], ["mixtral"]),
         (["reshard", "7b", "new", "--names", "mix"], ["mixtral-megatron"]),
+        (["show", "~/7b/9"], ["~/7b/step-0000000090"]),
+        (["show", "~/7b", "model/h"], ["model/head"]),
+        (["show", "~nobody-of-this-name/7b/"], ["~nobody-of-this-name/7b/"]),
+        (["show", "~nobody-of-this-name/7b", "model/"], []),
         (["show", "gone", "model/"], []),
         (["show", "s3://bucket/7b", "model/"], []),
         (["show", "s3://bucket/7b"], []),
@@ -99,6 +103,7 @@ def test_steps_and_arrays_are_completed(
     layers: Path, monkeypatch: pytest.MonkeyPatch, words: Sequence[str], offered: Sequence[str]
 ) -> None:
     monkeypatch.chdir(layers)
+    monkeypatch.setenv("HOME", str(layers))
     completion = BashComplete(main, {}, "ckpt", "_CKPT_COMPLETE")
     found = completion.get_completions(list(words[:-1]), words[-1])
     assert [item.value for item in found] == offered
