@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from resource import RUSAGE_SELF, getrusage
+from shlex import quote
 from typing import Any
 
 from ckptkit.cli.options import (
@@ -225,7 +226,8 @@ def import_(src: str, run: str, *, to: str | None, **given: Any) -> Reply:
     if left := list(document["left_out"]):
         more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
         remarks.append(
-            f"left out: {', '.join(left[:_NAMED])}{more}; `ckpt show {plan.source} --json` says why"
+            f"left out: {', '.join(left[:_NAMED])}{more};"
+            f" `ckpt show {quote(plan.source)} --json` says why"
         )
     return Reply(document, [line], remarks)
 

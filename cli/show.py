@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import translate
 from math import prod
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeAlias
 
 import click
@@ -183,7 +184,8 @@ def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | Non
                 "no array of such a name",
                 where=checkpoint.location,
                 value=pattern,
-                hint=f"{guess}`ckpt show {checkpoint.location}` lists them; * stands for any text",
+                hint=f"{guess}`ckpt show {quote(checkpoint.location)}` lists them;"
+                " * stands for any text",
             )
     is_foreign = checkpoint.foreign is not None
     theirs = {} if checkpoint.foreign is None else checkpoint.foreign.theirs

@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from operator import attrgetter
+from shlex import quote
 from typing import Any
 
 import click
@@ -189,7 +190,7 @@ def _open(location: str, storage_options: Options | None) -> ckptkit.Run:
         raise UsageError(
             "a step, not a run",
             where=run.location,
-            hint=f"`ckpt show {location}` shows it; a run is the folder that it is in",
+            hint=f"`ckpt show {quote(location)}` shows it; a run is the folder that it is in",
         )
     return run
 

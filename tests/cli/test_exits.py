@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import errno
+import shlex
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from ckptkit.cli.output import code_of
 
 import ckptkit
 from ckptkit import errors
+from tests.checkpoint.saving import Tensor, save
 from tests.cli.programs import ckpt
 
 
@@ -99,6 +102,18 @@ def test_the_choices_of_a_missing_option_are_one_line() -> None:
     first, _ = ckpt("export", "x", "y").stderr.splitlines()
     choices = "hf, safetensors, torch, dcp"
     assert first == f"error: missing option '--to-format'. Choose from: {choices}"
+
+
+def test_a_command_in_a_hint_can_be_pasted(tmp_path: Path) -> None:
+    place = tmp_path / "it's [a] run"
+    save(place, {"model/w": Tensor(np.zeros(2))}, step=7)
+    step = place / "step-0000000007"
+    with ckptkit.open(step) as checkpoint, pytest.raises(errors.NotFoundError) as absent:
+        checkpoint["w"]
+    told = [ckpt("ls", step), ckpt("show", step, "w"), ckpt("rebuild", step)]
+    for text in (str(absent.value), *(result.stderr for result in told)):
+        pasted = next(part for part in text.split("`") if part.startswith("ckpt "))
+        assert ckpt(*shlex.split(pasted)[1:]).exit_code == 0
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

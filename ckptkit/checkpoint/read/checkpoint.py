@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
+from shlex import quote
 from types import EllipsisType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -361,7 +362,7 @@ class Checkpoint(Closing):
                 "no such array",
                 where=self.location,
                 value=name,
-                hint=f"{guess}`ckpt show {self.location}` lists the arrays",
+                hint=f"{guess}`ckpt show {quote(self.location)}` lists the arrays",
             )
         return self._numbers[name]
 

@@ -110,7 +110,7 @@ class Run:
         """Open a step, the newest committed one by default."""
         step = self.latest() if step is None else step
         if step is None:
-            hint = f"`ckpt ls {self.location}` shows what was begun"
+            hint = "`ckpt ls RUN` shows what was begun"
             raise NotFoundError("a run without a committed step", where=self.location, hint=hint)
         from ckptkit.checkpoint.read.checkpoint import Checkpoint  # noqa: PLC0415 — costs time
 
@@ -203,7 +203,7 @@ class Run:
                 left = [entry.key for entry in self._store.leftovers(folder.name)]
                 keys, is_there = keys + left, is_there or bool(left)
             if not is_there:
-                hint = f"`ckpt ls {self.location}` lists the steps that are there"
+                hint = "`ckpt ls RUN` lists the steps that are there"
                 raise NotFoundError("no such step", where=str(folder), hint=hint)
             self._store.delete(keys)
 

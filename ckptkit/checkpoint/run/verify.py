@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from shlex import quote
 from typing import Any, ClassVar
 
 import numpy as np
@@ -373,7 +374,8 @@ def rebuild(
             raise StepExistsError(
                 "the step is committed already, and its manifest can be read",
                 where=str(folder),
-                hint=f"there is nothing to rebuild; `ckpt verify {folder}` looks at every byte",
+                hint="there is nothing to rebuild; "
+                f"`ckpt verify {quote(str(folder))}` looks at every byte",
             )
     manifest = _choose(folder, save_id)
     if number is not None and number != manifest.save.step:
