@@ -50,7 +50,7 @@ _KINDS = {
 }
 
 
-@command("ckpt ls runs/7b")
+@command("ckpt ls runs/7b", codes=[CORRUPT])
 @location("run")
 @storage
 def ls(run: str, *, storage_options: Options | None) -> Reply:
@@ -103,6 +103,7 @@ def ls(run: str, *, storage_options: Options | None) -> Reply:
 @command(
     "ckpt prune runs/7b --keep-last 3 --keep-every 10000 --dry-run",
     "ckpt prune runs/7b --keep-last 3 --keep-every 10000",
+    codes=[CORRUPT],
 )
 @location("run")
 @option(

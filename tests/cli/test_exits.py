@@ -50,6 +50,18 @@ def test_ctrl_c_while_a_class_is_made_is_an_interruption() -> None:
     assert code_of(caught.value) == 130
 
 
+@pytest.mark.parametrize("command", ["ls", "prune"])
+def test_a_damaged_step_instead_of_a_run_has_a_code_that_the_help_names(
+    command: str, tmp_path: Path
+) -> None:
+    save(tmp_path, {"model/w": Tensor(np.zeros(2))}, step=7)
+    step = tmp_path / "step-0000000007"
+    (step / "manifest.msgpack").write_bytes(b"damaged")
+    code = ckpt(command, step).exit_code
+    assert code == 3
+    assert f"\n    {code}    " in ckpt(command, "--help").stdout
+
+
 def test_no_error_of_the_library_is_a_bug_of_it() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     named = [
