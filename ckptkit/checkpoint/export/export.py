@@ -215,7 +215,9 @@ def _tensors_of(
     manifest = checkpoint.manifest
     if selection.optimizer and not any(item.name == OPTIMIZER for item in manifest.objects):
         raise UsageError(
-            "the step does not say which parameters an optimizer has", where=checkpoint.location
+            "the step does not say which parameters an optimizer has",
+            where=checkpoint.location,
+            hint="a training that saves its optimizer says so; else export the model alone",
         )
     has_state = any(array.role == "optimizer" for array in manifest.arrays)
     state = (f"{OPTIMIZER}/*",) if selection.optimizer and has_state else ()
