@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
@@ -56,6 +56,8 @@ class Layer:
     seconds: float = 0.0
     outputs: int = 0
     """How many values it returns in a tuple; 0 for one that is not in a tuple."""
+    given: Sequence[torch.Tensor] = field(default=(), compare=False, repr=False)
+    """The first tensor that each of its runs on an example takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,14 +246,20 @@ def _found_way(split: StageSplit, inputs: tuple[Any, ...] | None, output: Any) -
     ways = [replace(split, drops=True, loose=last), replace(split, drops=True)]
     if not split.loose_parameters():
         ways = [split, ways[0]]
+    # A head of zeros gives the same whatever comes before it: what layers are given tells more.
+    wanted = [t for stage in split.stages for layer in stage for t in layer.given] + [output]
     problem: Exception | None = None
     try:
         for way in ways:
             try:
                 found: Any = inputs
-                for number in range(len(split.stages)):
-                    found = (evaluated(way.stage(number), found),)
-                if found[0].shape == output.shape and torch.allclose(found[0], output, 1e-4):
+                got = list[torch.Tensor]()
+                for number, stage in enumerate(split.stages):
+                    ran, result = _as_run(way.stage(number), stage, found)
+                    found = (result,)
+                    got += [tensor for layer in ran for tensor in layer.given]
+                pairs = zip([*got, *found], wanted, strict=True)
+                if all(a.shape == b.shape and torch.allclose(a, b, 1e-4) for a, b in pairs):
                     return way
             except Exception as error:  # noqa: BLE001 — the model's own, of any kind
                 problem = error
@@ -333,31 +341,29 @@ def _as_run(
     ran, and what the model returns.
     """
     known, order = {layer.name: layer for layer in layers}, dict[str, Layer]()
-    started: dict[str, float] = {}
+    started, given = dict[str, float](), dict[str, list[torch.Tensor]]()
 
     def now() -> float:
         if any(p.is_cuda for p in model.parameters()):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def before(name: str, *_: Any) -> None:
+    def before(name: str, _module: nn.Module, args: Any, named: Mapping[str, Any]) -> None:
+        tensors = [v for v in (*args, *named.values()) if torch.is_tensor(v)]
+        given.setdefault(name, []).extend(v.clone() for v in tensors[:1])
         started[name] = now()
 
     def after(name: str, _module: nn.Module, _inputs: Any, result: Any) -> None:
         seconds = now() - started[name] + (order[name].seconds if name in order else 0.0)
         outputs = len(result) if isinstance(result, tuple) else 0
-        order[name] = replace(known[name], seconds=seconds, outputs=outputs)
+        order[name] = replace(known[name], seconds=seconds, outputs=outputs, given=given[name])
 
-    hooks = []
-    for name in known:
-        module = model.get_submodule(name)
-        hooks.append(module.register_forward_pre_hook(partial(before, name)))
-        hooks.append(module.register_forward_hook(partial(after, name)))
-    try:
+    with ExitStack() as hooks:
+        for name, module in ((each, model.get_submodule(each)) for each in known):
+            noting = module.register_forward_pre_hook(partial(before, name), with_kwargs=True)
+            hooks.enter_context(noting)
+            hooks.enter_context(module.register_forward_hook(partial(after, name)))
         output = evaluated(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return list(order.values()), output
 
 

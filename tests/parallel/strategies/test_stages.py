@@ -98,6 +98,25 @@ class WithTail(Layered):
         return found
 
 
+class Scaled(Layered):
+    """A model that does more to its hidden state than run its layers, before a head of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(4, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head makes of it."""
+        found: torch.Tensor = self.head(super().forward(3 * hidden))
+        return found
+
+
+def test_a_head_of_zeros_does_not_hide_what_a_split_changes(gloo: Pool) -> None:
+    for said in gloo.run(2, refused, Scaled):
+        assert "do not give what the whole model gives" in said
+
+
 class SlowLinear(nn.Linear):
     """A layer that takes longer than all others together."""
 
