@@ -17,6 +17,7 @@ from typing import IO
 import pytest
 from ckptkit.cli.launch import _pass_on
 from jsonschema import Draft202012Validator
+from torch._C._distributed_c10d import TCPStore
 
 from tests.cli.programs import COMMAND, ckpt, environment
 from tests.parallel.optimizers import warm
@@ -319,6 +320,17 @@ def test_what_cannot_be_launched_is_wrong_usage(
     done = launch(*arguments)
     assert done.returncode == 2
     assert problem in done.stderr
+
+
+def test_machines_that_cannot_meet_are_told_so(launch: Launcher, tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    program = script(tmp_path, "print('well')")
+    job = ("--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", "7", program)
+    assert launch(*job).returncode == 0
+    late = launch(*job)  # to a job that has ended
+    assert late.returncode == 6
+    assert f"127.0.0.1:{store.port}: the machines cannot meet: " in late.stderr
+    assert "hint: run the same command on that machine" in late.stderr
 
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

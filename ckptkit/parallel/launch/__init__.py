@@ -100,7 +100,7 @@ class LaunchJob:
         try:
             parse_rendezvous_endpoint(self.endpoint, 0)
         except ValueError as error:
-            hint = "write HOST:PORT, such as n0:29400"
+            hint = "--rdzv-endpoint HOST:PORT, with a port below 65536"
             raise UsageError("no place to meet", value=self.endpoint, hint=hint) from error
 
     @property
@@ -142,14 +142,16 @@ def launch(job: LaunchJob, show: Show) -> Outcome:
     output = Output(show)
     with _given_back(list(inherited)):
         os.environ.update(inherited)
+        if job.backend == "mpi":
+            return _run_by_mpirun(job, output)
         try:
-            run = _run_by_mpirun if job.backend == "mpi" else _run_by_agent
-            return run(job, output)
+            return _run_by_agent(job, output)
         except RendezvousError as error:
             raise PeerError(
-                "the machines did not meet",
+                f"the machines cannot meet: {error.__cause__ or error}".partition("\n")[0],
                 where=job.endpoint,
-                hint="start the same command on each of them, first on the one of --rdzv-endpoint",
+                hint="run the same command on that machine, with a port that no other program "
+                "has; and each job has an --rdzv-id of its own",
             ) from error
 
 

@@ -29,10 +29,10 @@ from ckptkit.parallel.launch import LaunchJob, Outcome
         ({"nodes": "0"}, "is no number of machines"),
         ({"nodes": "4:2"}, "is no number of machines"),
         ({"nodes": "2"}, "need a place to meet.*\nhint: --rdzv-endpoint"),
-        ({"nodes": "2", "backend": "mpi", "endpoint": "a:1"}, "for mpirun itself to start"),
-        ({"endpoint": "a:b"}, "no place to meet.*\nhint: write HOST:PORT"),
+        ({"endpoint": "a:x"}, "no place to meet.*\nhint: --rdzv-endpoint"),
         ({"endpoint": "a:65536"}, "no place to meet"),
-        ({"endpoint": "a b:1"}, "no place to meet"),
+        ({"endpoint": ":29400"}, "no place to meet"),
+        ({"nodes": "2", "backend": "mpi", "endpoint": "a:1"}, "for mpirun itself to start"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(given: dict[str, Any], problem: str) -> None:
@@ -55,7 +55,7 @@ def test_a_place_where_nobody_answers_is_told(
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"127.0.0.1:{free.getsockname()[1]}"
     job = LaunchJob((str(script),), nodes="2", endpoint=place)
-    with pytest.raises(PeerError, match=f"{place}: the machines did not meet\nhint: "):
+    with pytest.raises(PeerError, match=f"{place}: the machines cannot meet: .*\nhint: "):
         launching.launch(job, lambda *_: None)
 
 
