@@ -124,6 +124,7 @@ def launch(job: LaunchJob, show: Show) -> Outcome:
     `show` gets every line of the ranks, with "stdout" or "stderr" and the rank before it. When a
     rank fails the others are ended, and what it said last is shown before what they say. A
     signal that ends the launcher ends all ranks and their children, as a KeyboardInterrupt here.
+    The agent hands a SIGTERM on, and waits half a minute for ranks that save before they leave.
     Under mpirun ranks have nothing to read on stdin; under the agent they share the launcher's.
     """
     script = job.program[0]
@@ -314,11 +315,11 @@ class _Agent(LocalElasticAgent):
             _told_of_failure(self._streams, self._output)
         return result
 
-    def _shutdown(
-        self, death_sig: signal.Signals = signal.SIGTERM, *rest: Any, **more: Any
-    ) -> None:
-        self._end_within(_GRACE if death_sig == signal.SIGTERM else _GRACE_AT_INTERRUPT)
-        super()._shutdown(death_sig, *rest, **more)
+    def _shutdown(self, death_sig: signal.Signals | None = None, *rest: Any, **more: Any) -> None:
+        # A SIGTERM to the launcher asks ranks to save and leave: torch gives them half a minute.
+        if death_sig != signal.SIGTERM:
+            self._end_within(_GRACE if death_sig is None else _GRACE_AT_INTERRUPT)
+        super()._shutdown(death_sig or signal.SIGTERM, *rest, **more)
 
     def _end_within(self, seconds: float) -> None:
         """The agent asks the ranks to end, and would wait half a minute for it."""

@@ -119,3 +119,40 @@ def test_a_failure_that_the_agent_sees_first_is_told_before_the_ranks_start_agai
         assert first == "rank 1 ended with exit code 4, before any other rank failed:"
         assert sorted(rest) == ["[rank 0] well 0", "[rank 1] well 1"]
         assert outcome == str(Outcome(ok=True, restarts=1))
+
+
+SAVES_AT_ITS_END = """
+import os, signal, sys, time
+def save(*_):
+    print("saving")
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    print("saved")
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("up")
+while True:
+    time.sleep(1)
+"""
+# A launcher that leaves no time to ranks beside one that has failed.
+IMPATIENT = """
+import sys
+import ckptkit.parallel.launch as launching
+launching._GRACE = 0.0
+launching.launch(launching.LaunchJob(tuple(sys.argv[1:])), lambda _, line: print(line, flush=True))
+"""
+
+
+def test_ranks_save_before_they_leave_when_the_launcher_is_asked_to_end(tmp_path: Path) -> None:
+    script, told = tmp_path / "train.py", tmp_path / "told"
+    script.write_text(SAVES_AT_ITS_END)
+    command = [sys.executable, "-c", IMPATIENT, str(script), str(told)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "[rank 0] up\n"
+        launcher.terminate()
+        assert launcher.stdout.readline() == "[rank 0] saving\n"
+        told.touch()
+        assert launcher.stdout.read() == "[rank 0] saved\n"
