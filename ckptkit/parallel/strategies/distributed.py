@@ -389,6 +389,8 @@ def _norm_of_all(
         if parameter.grad is None:
             continue
         gradient = local_of(parameter.grad)
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
         if gradient.is_complex():
             gradient = torch.view_as_real(gradient.resolve_conj())
         # In 32 bits at least: in 16, squares overflow, or lose most of their digits.

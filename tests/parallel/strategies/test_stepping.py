@@ -132,6 +132,17 @@ def test_gradients_of_other_dtypes_are_clipped_in_them(
         assert limit < 1e-6
 
 
+def test_sparse_gradients_are_clipped_too() -> None:
+    norms = []
+    for is_sparse in (False, True):
+        torch.manual_seed(0)
+        made = as_distributed(nn.Embedding(5, 4, sparse=is_sparse), "single", optimizer=SGD)
+        made.backward(mse_loss, (torch.tensor([1, 3, 3]), torch.ones(3, 4)))
+        norms.append([float(made.clip_grad_norm_(limit)) for limit in (0.1, 1e6)])
+    assert norms[1] == pytest.approx(norms[0])
+    assert norms[1][1] == pytest.approx(0.1, rel=1e-4)
+
+
 def plain(parameters: list[nn.Parameter]) -> Optimizer:
     """Takes nothing but parameters."""
     return SGD(parameters)
