@@ -81,6 +81,13 @@ class Compression(ABC):
                     hint="leave the compression out, or make the parameter of real numbers, such "
                     "as by torch.view_as_real",
                 )
+        for path, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise UsageError(
+                    "sparse gradients cannot be compressed",
+                    where=f"compression {self.spec}, {path.removeprefix('module.')}",
+                    hint="make the embedding with sparse=False, or leave the compression out",
+                )
         if not isinstance(model, FSDPModule):
             self._wire = Wire(model.process_group)
             # DDP checks annotations, and cannot read those that are text.

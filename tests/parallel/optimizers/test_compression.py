@@ -290,6 +290,15 @@ def test_complex_gradients_are_refused(gloo: Pool, spec: str) -> None:
     gloo.run(2, complex_numbers, spec)
 
 
+def sparse() -> None:
+    with pytest.raises(UsageError, match="sparse gradients cannot be compressed"):
+        compression_of("int8").attach(DistributedDataParallel(nn.Embedding(4, 4, sparse=True)))
+
+
+def test_sparse_gradients_are_refused(gloo: Pool) -> None:
+    gloo.run(2, sparse)
+
+
 def twice() -> None:
     compression = compression_of("int8")
     compression.attach(DistributedDataParallel(network()))
