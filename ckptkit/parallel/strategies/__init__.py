@@ -397,8 +397,9 @@ def _begin_alike(model: nn.Module, job: SpreadJob) -> None:
     tensors = [*dict.fromkeys((*model.parameters(), *model.buffers()))]
     for first, last in batches([tensor.nbytes for tensor in tensors], _SYNC_BYTES):
         few = tensors[first:last]
-        there = [tensor.detach().to(device) for tensor in few]
-        _broadcast_coalesced(whole, there, _SYNC_BYTES, 0)
+        there = [tensor.detach().to(device).contiguous() for tensor in few]
+        # As bytes: neither gloo nor NCCL knows all dtypes that a buffer may have.
+        _broadcast_coalesced(whole, [t.flatten().view(torch.uint8) for t in there], _SYNC_BYTES, 0)
         for tensor, values in zip(few, there, strict=True):
-            if tensor.device != values.device:
+            if tensor.data_ptr() != values.data_ptr():
                 tensor.detach().copy_(values)

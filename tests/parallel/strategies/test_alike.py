@@ -79,3 +79,16 @@ def test_a_schedule_is_known_again(gloo: Pool) -> None:
 def test_ranks_are_told_when_one_is_refused(gloo: Pool) -> None:
     with pytest.raises(JobError, match="because of rank 1: UsageError: overlap is for zero1"):
         gloo.run(2, disagreeing, "refused")
+
+
+def begun_with(dtype: torch.dtype) -> list[float]:
+    """The values of a buffer that begins with the number of its rank."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("scale", torch.full((2, 3), dist.get_rank() + 1.0).to(dtype).T)
+    as_distributed(model, "fsdp")
+    return model.get_buffer("scale").float().flatten().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint16, torch.float8_e4m3fn])
+def test_buffers_of_any_dtype_begin_as_on_rank_0(gloo: Pool, dtype: torch.dtype) -> None:
+    assert gloo.run(2, begun_with, dtype) == [[1.0] * 6] * 2
