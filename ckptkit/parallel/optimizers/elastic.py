@@ -26,8 +26,10 @@ from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.format.objects import PerRank
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.restore import Restored
-from ckptkit.live.state.extra import rng_state, set_rng_state
+from ckptkit.live.snapshot import topology_of
+from ckptkit.live.state.extra import data_rank, rng_state, set_rng_state
 from ckptkit.live.state.ranks import World, current_world, meeting, next_name
+from ckptkit.live.wrappers import Training
 
 log = logging.getLogger("ckptkit.parallel")
 
@@ -70,8 +72,10 @@ class ElasticTraining:
     the ranks there are, the samples go on at the same place, and the learning rate follows `rule`
     ("constant", "linear", "sqrt", or a function of the ratio of ranks).
 
-    A step takes `batch` samples of all ranks together, or `batch_per_rank` of each. The learning
-    rate is meant for `reference` ranks, by default for as many as the training begins with.
+    A step takes `batch` samples of all ranks together, or `batch_per_rank` of each. Ranks of tensor
+    parallelism or of a pipeline, which compute together, count as one and get the same. The
+    learning rate is meant for `reference` ranks, by default for as many as the training begins
+    with.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -107,13 +111,16 @@ class ElasticTraining:
         replicas: str | os.PathLike[str] | None = "auto",
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        self._world = current_world()
-        ranks = self._world.size
+        self._world = world = current_world()
+        # Ranks of tensor parallelism and of a pipeline compute together, on the same samples.
+        spread = topology_of(world, Training.of(model=model), None).strategy
+        self._reader, readers = data_rank(spread, world.rank)
+        self._readers = readers or world.size
         if (batch is None) == (batch_per_rank is None):
             raise UsageError("one of batch and batch_per_rank says how many samples a step takes")
-        self._count = batch if batch is not None else (batch_per_rank or 0) * ranks
-        if self._count < ranks:
-            raise UsageError(f"too few for {ranks} ranks", where="batch", value=self._count)
+        self._count = batch if batch is not None else (batch_per_rank or 0) * self._readers
+        if self._count < self._readers:
+            raise UsageError(f"too few for {self._readers} ranks", where="batch", value=self._count)
         if save_every < 1 or replicate_every < 1:
             raise UsageError("at least 1", where="save_every, replicate_every")
         self._checkpointer = checkpointer
@@ -131,15 +138,14 @@ class ElasticTraining:
         self.step = 0
         """How many steps have been done."""
         self._saved, self._job = -1, ""
-        self._reference = reference or ranks
+        self._reference = reference or world.size
         self._begin(rule_of(rule))
 
     def steps(self, last: int) -> Iterator[Step]:
         """The steps that are left up to a number; what each has changed is saved after it."""
-        rank, ranks = self._world.rank, self._world.size
         while self.step < last:
-            samples = self._sampler.share(self._count, rank, ranks)
-            yield Step(self.step + 1, samples, len(samples) * ranks / self._count)
+            samples = self._sampler.share(self._count, self._reader, self._readers)
+            yield Step(self.step + 1, samples, len(samples) * self._readers / self._count)
             # Only what has been done counts: the loop may be left in the middle of a step.
             self._sampler.advance(self._count)
             self.step += 1
@@ -219,7 +225,7 @@ class ElasticTraining:
             if document["ranks"] == self._world.size:
                 set_rng_state(restored.extra["rng"])
             else:  # not what they began with, and not the same on two ranks
-                torch.manual_seed(seed_of(self.step, self._world.rank))
+                torch.manual_seed(seed_of(self.step, self._reader))
             # What was restored has been multiplied already, for the ranks that there were.
             before = rule(document["ranks"] / self._reference)
         factor = rule(self._world.size / self._reference) / before

@@ -19,7 +19,7 @@ from ckptkit import Run
 from ckptkit.errors import AccessError, FormatError, UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.live.state.ranks import current_world
-from ckptkit.parallel import ElasticTraining, GlobalSampler
+from ckptkit.parallel import ElasticTraining, GlobalSampler, as_distributed
 from ckptkit.parallel.optimizers.elastic import replicas_in, rule_of, scale
 from tests.checkpoint.saving import inodes, save, small_state
 from tests.live.pool import Pool
@@ -257,6 +257,28 @@ def test_a_step_of_another_training_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         alone(tmp_path, **wrong)
+
+
+def cut(location: str) -> list[list[int]]:
+    """The samples of this rank of a model that ranks compute together, two by two."""
+    rules = {"rules": [{"match": "*", "tp": "shard(0)"}]}
+    sgd = torch.optim.SGD
+    made = as_distributed(nn.Linear(4, 4), "ddp:2,tp:2", rules=rules, optimizer=sgd)
+    with ElasticTraining(
+        Checkpointer(location, timeout=30),
+        model=made,
+        optimizer=made.optimizer,
+        sampler=GlobalSampler(16, shuffle=False),
+        batch_per_rank=2,
+        replicas=None,
+        timeout=30,
+    ) as training:
+        return [step.samples for step in training.steps(2)]
+
+
+def test_ranks_that_compute_together_get_the_same_samples(gloo: Pool, tmp_path: Path) -> None:
+    first, second = [[0, 1], [4, 5]], [[2, 3], [6, 7]]
+    assert gloo.run(4, cut, str(tmp_path)) == [first, first, second, second]
 
 
 def unseen(folder: str) -> tuple[bool, int]:
