@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 from torch._C._distributed_c10d import PrefixStore
@@ -349,7 +349,12 @@ class Preemption:
 
     `finish` lets the save under way end and then leaves the process. `save` only notes it: the
     loop asks `should_stop` once in every step, and is told to stop at the same step on all ranks.
+
+    Of several in one process all hear the signal, whichever came last, and the process is left
+    when all of them are to `finish` and none is in a save.
     """
+
+    _listening: ClassVar[list[Preemption]] = []
 
     def __init__(self, world: World, name: str, mode: str, finish: Callable[[], None]) -> None:
         if mode not in ("finish", "save"):
@@ -369,6 +374,7 @@ class Preemption:
         self._announced = False
         self._process = os.getpid()
         self._before: Any = signal.signal(signal.SIGTERM, self._on_signal)
+        self._listening.append(self)
 
     def should_stop(self, step: int) -> bool:
         """Whether this is the step after which to save and leave, on all ranks alike.
@@ -393,7 +399,7 @@ class Preemption:
             yield
         finally:
             self._is_saving = False
-            if self._requested and self._mode == "finish":
+            if self._requested:
                 self._leave()
 
     def finish(self) -> None:
@@ -401,6 +407,7 @@ class Preemption:
         self._mode = "finish"
 
     def remove(self) -> None:
+        self._listening.remove(self)
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, self._before)
 
@@ -410,14 +417,19 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._before)
             signal.raise_signal(signal.SIGTERM)
             return
-        self._requested = True
+        for each in self._listening:
+            each._requested = True
         log.warning("SIGTERM: %s", "saving once more" if self._mode == "save" else "finishing")
         self._frame = frame
-        if self._mode == "finish" and not self._is_saving:
-            self._leave()
+        self._leave()
 
     def _leave(self) -> None:
-        self._finish()
+        # What listened in the process that this one is a copy of has no part in it.
+        here = [each for each in self._listening if each._process == self._process]
+        if any(each._is_saving or each._mode == "save" for each in here):
+            return
+        for each in here:
+            each._finish()
         if callable(self._before):
             self._before(signal.SIGTERM, self._frame)
         raise SystemExit(128 + signal.SIGTERM)

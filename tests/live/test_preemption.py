@@ -94,6 +94,48 @@ def test_a_save_that_fails_does_not_swallow_the_signal(tmp_path: Path) -> None:
     assert ended.value.code == 143
 
 
+class Telling:
+    """Gets the signal in the middle of a save."""
+
+    def state_dict(self) -> dict[str, int]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"x": 1}
+
+    def load_state_dict(self, _: object) -> None: ...
+
+
+@pytest.mark.parametrize("saving", [0, 1])
+def test_a_save_is_finished_whichever_of_two_checkpointers_makes_it(
+    tmp_path: Path, saving: int
+) -> None:
+    places = [tmp_path / "newest", tmp_path / "best"]
+    with (
+        pytest.raises(SystemExit) as ended,
+        Checkpointer(places[0], on_sigterm="finish") as first,
+        Checkpointer(places[1], on_sigterm="finish") as second,
+    ):
+        (first, second)[saving].save(1, state={"a": Telling()})
+    assert ended.value.code == 143
+    assert ckptkit.verify(places[saving]) == []
+
+
+@pytest.mark.parametrize("modes", [("save", "save"), ("save", "finish"), ("finish", "save")])
+def test_all_checkpointers_hear_the_signal_and_may_save_once_more(
+    tmp_path: Path, modes: tuple[str, str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        Checkpointer(tmp_path / "newest", on_sigterm=modes[0]) as first,
+        Checkpointer(tmp_path / "best", on_sigterm=modes[1]) as second,
+    ):
+        first.save(1, state=value(1))
+        os.kill(os.getpid(), signal.SIGTERM)
+        for each in (first, second):
+            assert each.should_stop(2)
+            each.save(2, state=value(2))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def begin(told: int) -> None:
     os.write(told, b"!")
     time.sleep(60)
