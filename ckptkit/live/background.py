@@ -14,11 +14,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, ClassVar
 from weakref import WeakSet
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ckptkit.checkpoint.places import Place, StepFolder, newest_first, step_name, store_at
@@ -311,11 +312,15 @@ class Background:
                 if not self._turns:
                     self._has_thread = False
                     return  # given up meanwhile
-                self._turns.popleft()
+                self._turns.popleft().store = None
                 self._done += 1
                 if error is not None:
                     self._errors[self._done] = error
                 self._changed.notify_all()
+
+
+def _store_of_job() -> object:
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 @dataclass(slots=True)
@@ -323,6 +328,10 @@ class _Turn:
     work: Callable[[], None]
     what: str
     may_begin: bool = False
+    # The training may end its process group meanwhile, and the rank that serves the job's store
+    # does so for as long as somebody there holds it. Not for longer: who begins another group at
+    # that address would find in it what the ranks of the first have said.
+    store: object = field(default_factory=_store_of_job)
 
 
 _unsettled: WeakSet[Background] = WeakSet()

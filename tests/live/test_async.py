@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import ckptkit
 from ckptkit.checkpoint import workers
@@ -202,6 +203,36 @@ def test_a_failure_in_the_background_surfaces_on_all_ranks(
     for message in (messages[0], messages[2]):
         assert "because of rank 1: StorageError: the disk is gone" in message
     assert ckptkit.Run(tmp_path).steps() == ([] if surface == "exit" else [3])
+
+
+def end_the_job_meanwhile(location: str) -> list[int]:
+    """As at the end of a program, where rank 0 serves the store."""
+    rank, first = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    port = torch.tensor(0)
+    store = None
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.fill_(store.port)
+    dist.broadcast(port, 0)
+    store = store or TCPStore("127.0.0.1", int(port), is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    del store
+    try:
+        with held_up() as go, Checkpointer(location, timeout=20, asynchronous=True) as checkpointer:
+            checkpointer.save(1, state=value(1))
+            dist.destroy_process_group()
+            go.set()
+            checkpointer.wait()
+            return checkpointer.run.steps()
+    finally:
+        again = PrefixStore("again", first)
+        dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
+
+
+def test_a_save_is_finished_though_the_process_group_ends(gloo: Pool, tmp_path: Path) -> None:
+    assert gloo.run(2, end_the_job_meanwhile, str(tmp_path)) == [[1], [1]]
+    assert ckptkit.verify(tmp_path) == []
 
 
 def fail_beside(location: str) -> str:
