@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from operator import index
+from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from isal import isal_zlib
 
@@ -318,6 +319,17 @@ def newest_first(steps: Iterable[int], step: int | None = None) -> list[int]:
     """
     found = sorted(steps, reverse=True)
     return found if step is None else [step, *(each for each in found if each < step)]
+
+
+def steps_to_keep(steps: Iterable[SupportsIndex]) -> frozenset[int]:
+    """Steps as those of folders are known: a text is none of them, nor is a tensor, and what was to
+    stay would be deleted.
+    """
+    try:
+        return frozenset(map(index, steps))
+    except TypeError as error:
+        hint = "pass a list of the numbers of steps, as ints"
+        raise UsageError("not steps to keep", value=steps, hint=hint) from error
 
 
 def manifest_size(folder: StepFolder) -> int | None:

@@ -22,7 +22,14 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ckptkit.checkpoint.places import Place, StepFolder, newest_first, step_name, store_at
+from ckptkit.checkpoint.places import (
+    Place,
+    StepFolder,
+    newest_first,
+    step_name,
+    steps_to_keep,
+    store_at,
+)
 from ckptkit.checkpoint.ranks import Failure, Ranks, in_one_line
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
 from ckptkit.checkpoint.run.run import Retention, Run, prune
@@ -74,7 +81,7 @@ class Tiers:
         """Which steps retention leaves from now on, besides those that its rules do. Those that
         were named before stay until these are committed.
         """
-        named, before = frozenset(steps), self._retention.keep
+        named, before = steps_to_keep(steps), self._retention.keep
         if before[:1] != (named,):
             self._retention = replace(self._retention, keep=(named, *before))
         if self._mirror is not None:

@@ -121,13 +121,30 @@ def test_the_newest_step_is_never_pruned() -> None:
     assert Retention(keep_every=10).kept([1, 2, 3]) == {3}
 
 
-@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": -1}, {"keep_every": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep_last": 0},
+        {"keep_last": -1},
+        {"keep_last": 3.0},
+        {"keep_last": "3"},
+        {"keep_every": 0},
+        {"keep_every": float("nan")},
+    ],
+)
 def test_retention_that_keeps_nothing_is_refused(options: dict[str, Any]) -> None:
     store = save_steps(1)
     with pytest.raises(UsageError) as caught:
         Run(store).prune(**options)
     assert "leave both out" in caught.value.hint
     assert Run(store).steps() == [1]
+
+
+def test_a_text_is_no_step_to_keep() -> None:
+    store = save_steps(1, 2)
+    with pytest.raises(UsageError, match="not steps to keep"):
+        Run(store).prune(keep_last=1, keep=["1"])  # type: ignore[list-item]
+    assert Run(store).steps() == [1, 2]
 
 
 def test_every_manifest_goes_before_its_data_and_old_steps_before_new_ones() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,6 +69,21 @@ def test_the_best_step_stays_until_the_one_that_is_named_then_is_committed(
             checkpointer.save(step, model=nn.Linear(2, 2))
             checkpointer.wait()
             assert checkpointer.run.steps() == stay
+
+
+@pytest.mark.parametrize("named", [torch.tensor([1]), [torch.tensor(1)], [np.int64(1)], {1: 0.5}])
+def test_a_step_to_keep_may_be_any_whole_number(named: Any, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.keep(named)
+        for step in (1, 2, 3):
+            checkpointer.save(step, model=nn.Linear(2, 2))
+        assert checkpointer.run.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("named", ["1", ["1"], 1, None, [torch.tensor(1.0)]])
+def test_what_is_no_step_to_keep_is_refused(named: Any, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match="steps to keep"):
+        checkpointer.keep(named)
 
 
 def save_stages_of_one_name(location: str, tied: bool) -> str:

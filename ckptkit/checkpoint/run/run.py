@@ -9,8 +9,8 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, index
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from ckptkit.checkpoint.places import (
     DATA,
@@ -24,6 +24,7 @@ from ckptkit.checkpoint.places import (
     step_folders,
     step_name,
     step_number,
+    steps_to_keep,
     store_at,
 )
 from ckptkit.checkpoint.workers import ask_all
@@ -164,7 +165,7 @@ class Run:
         went back to an earlier step must not lose the steps it saves then. Nor do steps whose
         folder is a symbolic link; of a link in a step that goes only the name is deleted.
         """
-        retention = Retention(keep_last, keep_every, keep=(frozenset(keep),))
+        retention = Retention(keep_last, keep_every, keep=(steps_to_keep(keep),))
         return plan_prune(self._store, retention, grace=grace, up_to=up_to)
 
     def prune(
@@ -177,7 +178,7 @@ class Run:
         up_to: int | None = None,
     ) -> list[Removal]:
         """Delete what `plan_prune` lists; returns it."""
-        retention = Retention(keep_last, keep_every, keep=(frozenset(keep),))
+        retention = Retention(keep_last, keep_every, keep=(steps_to_keep(keep),))
         return prune(self._store, retention, grace=grace, up_to=up_to)
 
     def delete(self, steps: Iterable[int]) -> None:
@@ -250,9 +251,7 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which of the committed steps stay: all where nothing is said, else the newest at least. The
-    newest are those with the highest numbers, whenever they were saved.
-    """
+    """Which committed steps stay: all where nothing is said, else at least the newest by number."""
 
     keep_last: int | None = None
     keep_every: int | None = None
@@ -267,9 +266,10 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "local_keep_last"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            # Others are found wrong only once a step is saved and older ones are to go.
+            if value is not None and (not isinstance(value, SupportsIndex) or index(value) < 1):
                 hint = "leave both out to keep all committed steps"
-                raise UsageError(f"{name} has to be at least 1", value=value, hint=hint)
+                raise UsageError(f"{name} is a whole number, at least 1", value=value, hint=hint)
 
     @property
     def is_all(self) -> bool:
