@@ -191,7 +191,7 @@ class Checkpointer:
                 if all(value is None or value == {} for value in given):
                     # It would be the newest step, and free an older one.
                     raise UsageError("nothing to save", hint="pass model=…, state=… or extra=…")
-                training = Training.of(**objects)
+                name, training = step_name(step), Training.of(**objects)
                 failed_copy = self._tiers.meet(ranks)
                 # Whether rank 0 is still writing: one answer for all.
                 if self._skips and ranks.share(lambda: self._background.is_running):
@@ -209,7 +209,7 @@ class Checkpointer:
             else:
                 self._write_and_commit(save, started, after.pop_all())
             self._tiers.raise_failed(failed_copy)
-            return f"{self._tiers.written.location}/{step_name(step)}"
+            return f"{self._tiers.written.location}/{name}"
 
     def restore(
         self,
@@ -254,7 +254,7 @@ class Checkpointer:
                 training = Training.of(skip, **objects)
                 self._tiers.meet(ranks)
                 # Which to try, and from where: a listing may differ from rank to rank.
-                wanted = "newest" if step is None else str(step)
+                wanted = "newest" if step is None else f"{step_number(step_name(step))}"
                 asked, candidates = ranks.share(
                     lambda: (wanted, self._tiers.candidates(step, fallback=fallback))
                 )

@@ -86,6 +86,17 @@ def test_what_is_no_step_to_keep_is_refused(named: Any, tmp_path: Path) -> None:
         checkpointer.keep(named)
 
 
+@pytest.mark.parametrize("step", ["1", 1.0, np.int64(1), torch.tensor(1)])
+def test_what_is_no_number_of_a_step_is_refused_as_that(step: Any, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model=nn.Linear(2, 2))
+        with pytest.raises(UsageError, match="a step is an integer"):
+            checkpointer.save(step, model=nn.Linear(2, 2))
+        for fallback in (True, False):
+            with pytest.raises(UsageError, match="a step is an integer"):
+                checkpointer.restore(model=nn.Linear(2, 2), step=step, fallback=fallback)
+
+
 def save_stages_of_one_name(location: str, tied: bool) -> str:
     rank = torch.distributed.get_rank()
     torch.manual_seed(0 if tied else rank)
