@@ -151,14 +151,15 @@ class ShardedOptimizerState:
                 self.remove(name)
             return
         mine = self.get(name) if had else self.create(name)
-        if mine.keys() != values.keys():
+        here, given = (
+            {key: tuple(each.shape) if torch.is_tensor(each) else None for key, each in of.items()}
+            for of in (mine, values)
+        )
+        # Compared before anything is copied, which would repeat what is too small.
+        if here.keys() != given.keys() or any(given[key] not in (None, here[key]) for key in given):
             if not had:
                 self._adapter.state.pop(self._part(name).parameter, None)
-            raise LayoutError(
-                "the optimizer keeps other things",
-                where=name,
-                value=(sorted(mine), sorted(values)),
-            )
+            raise LayoutError("the optimizer keeps other things", where=name, value=(here, given))
         plain = {key: value for key, value in values.items() if not torch.is_tensor(value)}
         for key in values.keys() - plain.keys():
             mine[key].copy_(values[key])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from ckptkit.errors import UsageError
+from ckptkit.errors import LayoutError, UsageError
 from ckptkit.live import ShardedOptimizerState
 from tests.live.network import batch, loss_of, network
 from tests.live.test_sharded_optimizer import UNEVEN, amsgrad, same
@@ -36,6 +36,31 @@ def test_one_process_needs_no_process_group() -> None:
     assert not state.get(UNEVEN)["exp_avg"].eq(3).any()
     state.scatter(UNEVEN, full)
     assert state.get(UNEVEN)["exp_avg"].eq(3).all()
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (7, 7)])
+def test_a_shard_of_another_shape_changes_nothing(shape: tuple[int, ...], has_state: bool) -> None:
+    """Not even one whose elements a copy could repeat."""
+    model, optimizer = trained_alone(amsgrad)
+    state = ShardedOptimizerState(model, optimizer)
+    wrong = state.clone().get(UNEVEN) | {"exp_avg": torch.ones(shape)}
+    wrong["step"].fill_(3)
+    if not has_state:
+        state.release()
+    before = state.clone().get(UNEVEN)
+    with pytest.raises(LayoutError, match="keeps other things"):
+        state.put(UNEVEN, wrong)
+    assert same(state.get(UNEVEN), before)
+
+
+def test_a_tensor_takes_no_place_of_a_plain_value() -> None:
+    model, optimizer = trained_alone(amsgrad)
+    state = ShardedOptimizerState(model, optimizer)
+    given = state.clone().get(UNEVEN)
+    optimizer.state[model.get_parameter(UNEVEN)]["step"] = 1
+    with pytest.raises(LayoutError, match="keeps other things"):
+        state.put(UNEVEN, given)
 
 
 def test_state_of_another_shape_than_the_parameter_is_whole() -> None:
