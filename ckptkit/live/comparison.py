@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.checkpoint.workers import Progress
-from ckptkit.errors import FormatError
+from ckptkit.errors import FormatError, UsageError
 from ckptkit.format.names import (
     BY_ORDER,
     DATA_RANK,
@@ -255,7 +255,7 @@ def compare(
 
     # What differs anywhere, and whether it may.
     pairs = untied(checkpoint, snapshot.tied, saved, kept)
-    report = _of_all_ranks(report, unexpected, pairs, checkpoint, ranks, options.threads)
+    report = _of_all_ranks(report, unexpected, pairs, checkpoint, ranks, options)
     _refuse(report, checkpoint, options)
 
     # What optimizers are to keep.
@@ -274,7 +274,7 @@ def _of_all_ranks(
     pairs: Sequence[Sequence[str]],
     checkpoint: Checkpoint,
     ranks: Ranks,
-    threads: int | None,
+    options: LoadOptions,
 ) -> Report:
     """One report of those of all ranks, so that they all go on alike, or all stop. What is
     `unexpected` only rank 0 knows, which heard of the names of all. Of each of the `pairs`, which
@@ -282,19 +282,24 @@ def _of_all_ranks(
     """
 
     def conclude(heard: list[Any]) -> list[Any]:
-        found = {k: list(dict.fromkeys(n for own, _ in heard for n in own[k])) for k in _KINDS}
+        found = {k: list(dict.fromkeys(n for own, *_ in heard for n in own[k])) for k in _KINDS}
         who: dict[str, list[int]] = {}
-        for rank, (own, _) in enumerate(heard):
+        for rank, (own, *_) in enumerate(heard):
             for name in dict.fromkeys(name for names in own.values() for name in names):
                 who.setdefault(name, []).append(rank)
         some = {name: those for name, those in who.items() if len(those) < len(heard)}
-        all_pairs = list(dict.fromkeys(tuple(pair) for _, own in heard for pair in own))
-        return [{**found, "ranks": some, "unexpected": unexpected}, all_pairs]
+        all_pairs = list(dict.fromkeys(tuple(pair) for _, own, _ in heard for pair in own))
+        once = len({once for *_, once in heard})
+        return [{**found, "ranks": some, "unexpected": unexpected}, all_pairs, once]
 
-    found, all_pairs = ranks.agree([report.found(), pairs], conclude)
+    found, all_pairs, ways = ranks.agree([report.found(), pairs, options.read_once], conclude)
+    if ways > 1:  # those that read once would wait for the others
+        raise UsageError("read_once is not the same on all ranks", value=options.read_once)
     if all_pairs:
         found["untied"] = ranks.agree(
-            differing(checkpoint, all_pairs[ranks.rank :: ranks.world_size], threads=threads),
+            differing(
+                checkpoint, all_pairs[ranks.rank :: ranks.world_size], threads=options.threads
+            ),
             lambda heard: [line for lines in heard for line in lines],
         )
     return Report(**found)

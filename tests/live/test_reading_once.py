@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptkit
 from ckptkit.checkpoint.places import MANIFEST
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError
+from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.live import Checkpointer, fill, load, restore, save
 from ckptkit.storage import open_store
 from tests.live.gathering import Arrays, Comparison, gathered, scramble
@@ -188,6 +188,22 @@ def load_other_objects(location: str) -> list[float]:
 def test_ranks_that_want_different_tensors_read_for_themselves(gloo: Pool, tmp_path: Path) -> None:
     save(tmp_path, step=1, state={"s": {"x": torch.ones(5)}})
     assert gloo.run(2, load_other_objects, str(tmp_path)) == [[5.0], [0.0, 3.0]]
+
+
+def load_by_two_ways(location: str) -> str:
+    started = time.monotonic()
+    with pytest.raises(UsageError) as caught:
+        load(location, state={"s": {"x": torch.zeros(5)}}, read_once=dist.get_rank() == 1)
+    assert time.monotonic() - started < 60
+    return str(caught.value)
+
+
+def test_all_ranks_read_once_or_none(gloo: Pool, tmp_path: Path) -> None:
+    save(tmp_path, step=1, state={"s": {"x": torch.ones(5)}})
+    what = "read_once is not the same on all ranks"
+    assert gloo.run(2, load_by_two_ways, str(tmp_path)) == [
+        f"{what} (got {once})" for once in (False, True)
+    ]
 
 
 def load_damaged(location: str) -> list[Any]:
