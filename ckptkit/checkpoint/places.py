@@ -322,8 +322,8 @@ def newest_first(steps: Iterable[int], step: int | None = None) -> list[int]:
 
 
 def steps_to_keep(steps: Iterable[SupportsIndex]) -> frozenset[int]:
-    """Steps as those of folders are known: a text is none of them, nor is a tensor, and what was to
-    stay would be deleted.
+    """Numbers of steps as ints, also those in tensors. A text is refused: it equals no step, so the
+    one that it means would be deleted.
     """
     try:
         return frozenset(map(index, steps))

@@ -294,7 +294,10 @@ def _of_all_ranks(
 
     found, all_pairs, ways = ranks.agree([report.found(), pairs, options.read_once], conclude)
     if ways > 1:  # those that read once would wait for the others
-        raise UsageError("read_once is not the same on all ranks", value=options.read_once)
+        hint = "pass it on all ranks, or on none"
+        raise UsageError(
+            "read_once is not the same on all ranks", value=options.read_once, hint=hint
+        )
     if all_pairs:
         found["untied"] = ranks.agree(
             differing(

@@ -202,7 +202,7 @@ def test_all_ranks_read_once_or_none(gloo: Pool, tmp_path: Path) -> None:
     save(tmp_path, step=1, state={"s": {"x": torch.ones(5)}})
     what = "read_once is not the same on all ranks"
     assert gloo.run(2, load_by_two_ways, str(tmp_path)) == [
-        f"{what} (got {once})" for once in (False, True)
+        f"{what} (got {once})\nhint: pass it on all ranks, or on none" for once in (False, True)
     ]
 
 

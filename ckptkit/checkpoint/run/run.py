@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from operator import attrgetter, index
+from shlex import quote
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from ckptkit.checkpoint.places import (
@@ -111,7 +112,7 @@ class Run:
         """Open a step, the newest committed one by default."""
         step = self.latest() if step is None else step
         if step is None:
-            hint = "`ckpt ls RUN` shows what was begun"
+            hint = f"`ckpt ls {quote(self.location)}` shows what was begun"
             raise NotFoundError("a run without a committed step", where=self.location, hint=hint)
         from ckptkit.checkpoint.read.checkpoint import Checkpoint  # noqa: PLC0415 — costs time
 
@@ -197,14 +198,13 @@ class Run:
             if folder.name in folders:
                 # A deletion that was killed leaves empty folders. They go with a name in them.
                 data, is_there = folder.data(), True
-                links = self._store.links(folder.name)
-                inner = [] if DATA in links else self._store.children(data)
+                inner = [] if DATA in self._store.links(folder.name) else self._store.children(data)
                 keys += [f"{below}/{_NOTHING}" for below in (*map(folder.data, inner), data)]
             if not self._store.abilities.claims_names:
                 left = [entry.key for entry in self._store.leftovers(folder.name)]
                 keys, is_there = keys + left, is_there or bool(left)
             if not is_there:
-                hint = "`ckpt ls RUN` lists the steps that are there"
+                hint = f"`ckpt ls {quote(self.location)}` lists the steps that are there"
                 raise NotFoundError("no such step", where=str(folder), hint=hint)
             self._store.delete(keys)
 
