@@ -208,6 +208,16 @@ def pattern_list(patterns: Iterable[str], keyword: str) -> tuple[str, ...]:
     return tuple(patterns)
 
 
+def check_named(values: object, keyword: str) -> None:
+    """Refuse what has no names, or others than text: they would come back as text."""
+    if not isinstance(values, Mapping):
+        hint = f"write {keyword}={{name: …}}"
+        raise UsageError(f"{keyword} takes a dictionary", value=type(values).__name__, hint=hint)
+    for name in values:
+        if not isinstance(name, str):
+            raise UsageError(f"the names in {keyword} are text", value=name)
+
+
 def matches(patterns: Iterable[str], name: str, inner: str) -> bool:
     """Whether one of the patterns means this name, or the one inside of its group."""
     # They have * and ?; a bracket is itself.

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
+from datetime import timedelta
 from functools import partial as bound
 from typing import Self, Unpack
 
@@ -23,7 +24,7 @@ from ckptkit.errors import (
     PeerError,
     UsageError,
 )
-from ckptkit.format.names import pattern_list
+from ckptkit.format.names import check_named, pattern_list
 from ckptkit.live.background import Background, Preemption, Tiers
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.restore import (
@@ -38,7 +39,7 @@ from ckptkit.live.save import LastSave, PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, current_world, next_name, ranks_of
 from ckptkit.live.wrappers import Training, TrainingObjects
-from ckptkit.model.document import size_text
+from ckptkit.model.document import check_count, parse_seconds, parse_size, size_text
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Options
 
@@ -96,9 +97,9 @@ class Checkpointer:
         rules: RulesLike | None = None,
         differing: Iterable[str] = (),
         overwrite: bool = False,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        chunk_bytes: int | str = DEFAULT_CHUNK_BYTES,
         on_sigterm: str | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
         threads: int | None = None,
         progress: Progress | None = None,
         storage_options: Options | None = None,
@@ -107,6 +108,9 @@ class Checkpointer:
     ) -> None:
         if when_busy not in ("wait", "skip"):
             raise UsageError('when_busy is "wait" or "skip"', value=when_busy)
+        seconds = parse_seconds(timeout, "timeout")
+        if threads is not None:
+            check_count(threads, "threads")
         self._world = current_world()
         self._store = store_at(location, storage_options)
         self.location = str(self._store.location)
@@ -125,7 +129,7 @@ class Checkpointer:
         if rules is not None:
             # Not in the first save: where one rank lacks the file, all fail here, and at once. To
             # hear of that all ranks meet, so all of them pass rules, or none does.
-            ranks = ranks_of(self._world, f"{self._name}/rules", timeout, "rules were not read")
+            ranks = ranks_of(self._world, f"{self._name}/rules", seconds, "rules were not read")
             with failing_together(ranks):
                 cuts = HandCuts.of(rules)
                 ranks.wait()
@@ -133,10 +137,10 @@ class Checkpointer:
         self._skips = asynchronous and when_busy == "skip"
         self._options = SaveOptions(
             overwrite=overwrite,
-            chunk_bytes=chunk_bytes,
+            chunk_bytes=parse_size(chunk_bytes),
             differing=pattern_list(differing, "differing"),
             threads=threads,
-            timeout=timeout,
+            timeout=seconds,
             progress=progress,
             mesh=mesh,
             rules=cuts,
@@ -191,6 +195,8 @@ class Checkpointer:
                 if all(value is None or value == {} for value in given):
                     # It would be the newest step, and free an older one.
                     raise UsageError("nothing to save", hint="pass model=…, state=… or extra=…")
+                if extra is not None:
+                    check_named(extra, "extra")
                 name, training = step_name(step), Training.of(**objects)
                 failed_copy = self._tiers.meet(ranks)
                 # Whether rank 0 is still writing: one answer for all.
@@ -421,8 +427,8 @@ def save(  # noqa: PLR0913 — one keyword for each decision, all with defaults
     rules: RulesLike | None = None,
     differing: Iterable[str] = (),
     overwrite: bool = False,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    timeout: float = DEFAULT_TIMEOUT,
+    chunk_bytes: int | str = DEFAULT_CHUNK_BYTES,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
     storage_options: Options | None = None,
     **objects: Unpack[TrainingObjects],
 ) -> str:

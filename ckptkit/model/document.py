@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from typing import Any
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from operator import index
+from typing import Any, SupportsIndex
 
 from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.model.box import MAX_COORDINATE
@@ -65,7 +67,7 @@ _SIZES: dict[str, int] = {
 _QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
 
 
-def parse_size(what: int | str) -> int:
+def parse_size(what: object, *, least: int = 1) -> int:
     """The bytes of a number, or of a text such as 4096, 512MiB or 1.5 GB."""
     if isinstance(what, int) and not isinstance(what, bool):
         size = what
@@ -75,9 +77,25 @@ def parse_size(what: int | str) -> int:
         if match is None or unit is None:
             raise UsageError("no size", value=what, hint="write 4096, 512MiB or 1.5GB")
         size = round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if size < 1:
+    if size < least:
         raise UsageError("less than one byte", value=what, hint="write 512MiB or 1.5GB")
     return size
+
+
+def parse_seconds(what: object, name: str) -> float:
+    """The seconds of a number, a text or a timedelta; `name` is what they are for."""
+    seconds = math.nan
+    with suppress(TypeError, ValueError):
+        seconds = what.total_seconds() if isinstance(what, timedelta) else float(what)  # type: ignore[arg-type]
+    if not 0 < seconds < math.inf or isinstance(what, bool):
+        raise UsageError(f"{name} is a number of seconds, above 0", value=what)
+    return seconds
+
+
+def check_count(what: object, name: str, hint: str = "") -> None:
+    """Refuse what is not a whole number of at least one."""
+    if not isinstance(what, SupportsIndex) or index(what) < 1:
+        raise UsageError(f"{name} is a whole number, at least 1", value=what, hint=hint)
 
 
 def size_text(nbytes: float) -> str:

@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 # Torch keeps the threads of groups that are gone, and each wakes up a hundred times a second.
 _MOST_THREADS = 32
+# On a busy machine one rank has imported a job long before another.
+_MEETING = timedelta(seconds=150)
 _GRACE = 2.0  # a rank that fails leaves the others in a collective that never ends
 _PRELOADED = ["tests.live.preloaded"]
 
@@ -195,7 +197,7 @@ def _run(job: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, 
         store=store,
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=50),
+        timeout=_MEETING,
     )
     try:
         dist.barrier()  # a rank that fails at once must not take away what others connect to

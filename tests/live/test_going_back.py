@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -95,6 +97,39 @@ def test_what_is_no_number_of_a_step_is_refused_as_that(step: Any, tmp_path: Pat
         for fallback in (True, False):
             with pytest.raises(UsageError, match="a step is an integer"):
                 checkpointer.restore(model=nn.Linear(2, 2), step=step, fallback=fallback)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"timeout": None}, "a number of seconds"),
+        ({"timeout": -1}, "above 0"),
+        ({"timeout": math.nan}, "above 0"),
+        ({"chunk_bytes": "some"}, "no size"),
+        ({"chunk_bytes": 0}, "less than one byte"),
+        ({"threads": 0}, "threads is a whole number"),
+        ({"threads": "2"}, "threads is a whole number"),
+    ],
+)
+def test_an_option_of_no_sense_is_refused_at_once(
+    tmp_path: Path, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UsageError, match=problem):
+        Checkpointer(tmp_path, **options)
+
+
+def test_sizes_and_times_may_be_written_as_people_do(tmp_path: Path) -> None:
+    minute = timedelta(minutes=1)
+    with Checkpointer(tmp_path, chunk_bytes="1MiB", timeout=minute) as checkpointer:
+        checkpointer.save(1, extra={"epoch": 1})
+
+
+@pytest.mark.parametrize("what", ["extra", "state"])
+@pytest.mark.parametrize("given", [{1: [2]}, [torch.zeros(2)], torch.zeros(2)])
+def test_what_has_no_names_is_refused_plainly(tmp_path: Path, what: str, given: object) -> None:
+    """Names that are no text came back as text."""
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match=what):
+        checkpointer.save(1, **{what: given})  # type: ignore[arg-type]
 
 
 def save_stages_of_one_name(location: str, tied: bool) -> str:

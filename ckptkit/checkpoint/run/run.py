@@ -9,9 +9,9 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from operator import attrgetter, index
+from operator import attrgetter
 from shlex import quote
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.places import (
     DATA,
@@ -33,7 +33,7 @@ from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers import numbered
 from ckptkit.format.manifest import SaveInfo, is_pack
 from ckptkit.model.display import Inline, card, table
-from ckptkit.model.document import counted, size_text, time_text
+from ckptkit.model.document import check_count, counted, size_text, time_text
 from ckptkit.storage import Options, Store, Stored
 
 if TYPE_CHECKING:
@@ -267,9 +267,8 @@ class Retention:
         for name in ("keep_last", "keep_every", "local_keep_last"):
             value = getattr(self, name)
             # Others are found wrong only once a step is saved and older ones are to go.
-            if value is not None and (not isinstance(value, SupportsIndex) or index(value) < 1):
-                hint = "leave both out to keep all committed steps"
-                raise UsageError(f"{name} is a whole number, at least 1", value=value, hint=hint)
+            if value is not None:
+                check_count(value, name, "leave both out to keep all committed steps")
 
     @property
     def is_all(self) -> bool:

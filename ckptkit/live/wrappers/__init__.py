@@ -21,7 +21,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.optim import Optimizer
 
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
-from ckptkit.format.names import ALIKE, WRAPPED, matches, pattern_list
+from ckptkit.format.names import ALIKE, WRAPPED, check_named, matches, pattern_list
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.entries import (
     Line,
@@ -69,7 +69,9 @@ class Training:
         for unknown in objects.keys() - TrainingObjects.__optional_keys__:
             raise TypeError(f"got an unexpected keyword argument {unknown!r}")
         model, optimizer = objects.get("model"), objects.get("optimizer")
-        state = objects.get("state") or {}
+        state = objects.get("state")
+        state = {} if state is None else state
+        check_named(state, "state")
         known = None if model is None else Model(model)
         if optimizer is not None and known is None:
             raise UsageError(
