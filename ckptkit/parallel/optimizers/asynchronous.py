@@ -34,7 +34,6 @@ log = logging.getLogger("ckptkit.parallel")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 _STATES = 16  # more tensors of its own size does no optimizer keep for a parameter
-_SLACK = 2**24
 
 
 class AsynchronousSGD:
@@ -264,8 +263,9 @@ class ParameterShard:
             return [parameter.detach().clone() for parameter in self._parameters.values()]
 
     def set_options(self, options: Mapping[str, Any]) -> None:
-        """Change options of the optimizer, such as the learning rate."""
         with self._lock:
+            if unknown := options.keys() - (self._group.keys() - {"params"}):
+                raise UsageError("the servers' optimizers have no such option", value=min(unknown))
             self._group.update(options)
 
     def state(self) -> dict[str, Any]:
@@ -394,7 +394,7 @@ class InProcess:
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._clocks.check()
-        self._shard.push([None if g is None else g.detach().cpu() for g in gradients])
+        self._shard.push([None if g is None else g.detach().to_dense().cpu() for g in gradients])
 
     def end_push(self) -> list[torch.Tensor]:
         """Wait until the worker may go on; the parameters then."""
@@ -417,7 +417,7 @@ class OverSocket:
         self, server: int, address: tuple[str, int, bytes], worker: int, nbytes: int, timeout: float
     ) -> None:
         self._where, self._timeout = f"server {server}", timeout
-        self._largest = _STATES * nbytes + _SLACK
+        self._largest = _STATES * nbytes + 2**24
         self._asked = ""  # what is not answered yet
         self.close: Callable[[], None] = lambda: None
         with self._talking():
@@ -431,7 +431,7 @@ class OverSocket:
         )
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._begin("push", [None if g is None else g.detach() for g in gradients])
+        self._begin("push", [None if g is None else g.detach().to_dense() for g in gradients])
 
     def end_push(self) -> Any:
         with self._talking():

@@ -149,6 +149,30 @@ def test_what_the_servers_kept_goes_to_any_number_of_servers(
         assert after["steps"] == (before["steps"] if ranks == 3 else {0: 6, 1: 6})
 
 
+def looked_up(servers: list[int] | None) -> tuple[torch.Tensor, list[str]]:
+    """A step of rows of an embedding; and what is said of options that there are not."""
+    rows = torch.nn.Embedding(4, 2, sparse=True)
+    torch.nn.init.zeros_(rows.weight)
+    refused = []
+    with AsynchronousSGD(rows, SGD, servers=servers, timeout=30) as sgd:
+        if not dist.is_initialized() or dist.get_rank() == 1:
+            rows(torch.tensor([1, 1, 3])).sum().backward()
+            sgd.step()
+        for option in ("learning_rate", "params"):
+            with pytest.raises((UsageError, PeerError)) as caught:
+                sgd.set_options(**{option: 1})
+            refused.append(str(caught.value))
+        sgd.meet()
+        return rows.weight.detach().clone(), refused
+
+
+def test_sparse_gradients_are_taken_and_unknown_options_are_not(gloo: Pool) -> None:
+    """They waited for their time-out, and were kept for nobody."""
+    for rows, refused in (looked_up(None), *gloo.run(2, looked_up, [0])):
+        assert torch.equal(rows, torch.tensor([[0.0] * 2, [-0.2] * 2, [0.0] * 2, [-0.1] * 2]))
+        assert ["no such option" in each for each in refused] == [True, True]
+
+
 def passed_on(source: str, target: str) -> None:
     """Restore, and save before anybody has stepped."""
     model = network(seed=2)
