@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial as bound
 from itertools import zip_longest
 from typing import Unpack
@@ -57,7 +58,7 @@ from ckptkit.live.state.ranks import (
 from ckptkit.live.state.tensors import checksum, devices_of, synchronize
 from ckptkit.live.state.trees import put_tensors
 from ckptkit.live.wrappers import Training, TrainingObjects
-from ckptkit.model.document import size_text
+from ckptkit.model.document import parse_seconds, size_text
 from ckptkit.storage import Options, Store
 
 log = logging.getLogger("ckptkit.live")
@@ -86,7 +87,7 @@ def load(  # noqa: PLR0913 — how much may differ, and how to read
     cast: bool = False,
     verify: bool = True,
     read_once: bool = False,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
     storage_options: Options | None = None,
     **objects: Unpack[TrainingObjects],
 ) -> Restored:
@@ -101,7 +102,7 @@ def load(  # noqa: PLR0913 — how much may differ, and how to read
     through the job's own network.
     """
     world = current_world()
-    ranks = ranks_of(world, next_name(world, "load"), timeout, NOT_LOADED)
+    ranks = ranks_of(world, next_name(world, "load"), parse_seconds(timeout, "timeout"), NOT_LOADED)
     with failing_together(ranks):
         training = Training.of(skip, **objects)
         store = store_at(location, storage_options)
