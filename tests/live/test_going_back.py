@@ -49,6 +49,18 @@ def test_a_job_that_went_back_keeps_the_steps_it_saves_then(tmp_path: Path) -> N
     assert ckptkit.Run(tmp_path).steps() == [400]
 
 
+def test_a_damaged_step_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    """The last good one went in its place."""
+    with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+        for step in (100, 200):
+            checkpointer.save(step, state=value(step))
+        damage(tmp_path, 200)
+        assert loaded(checkpointer, fallback=True) == (100, 100.0)
+        for step, stay in ((250, [100, 200, 250]), (300, [200, 250, 300])):
+            checkpointer.save(step, state=value(step))
+            assert checkpointer.run.steps() == stay
+
+
 @pytest.mark.parametrize("local", [None, "local"])
 def test_the_best_step_stays_until_another_is_named(local: str | None, tmp_path: Path) -> None:
     near = local and tmp_path / local

@@ -29,6 +29,7 @@ from ckptkit.checkpoint.places import (
     store_at,
 )
 from ckptkit.checkpoint.workers import ask_all
+from ckptkit.checkpoint.write.damage import is_replaceable
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers import numbered
 from ckptkit.format.manifest import SaveInfo, is_pack
@@ -143,8 +144,7 @@ class Run:
         """The steps whose folder is a symbolic link, and what it leads to: they are read, and
         neither written nor pruned.
         """
-        links = self._store.links()
-        folders = step_folders(self._store).items()
+        links, folders = self._store.links(), step_folders(self._store).items()
         return {step: links[name] for step, name in folders if name in links}
 
     def plan_prune(
@@ -302,9 +302,9 @@ def plan_prune(
     not count as newer ones.
 
     A step whose manifest cannot be read is left alone, and does not count among those that are
-    kept: it may be rebuilt, and what it names is unknown. So are steps that miss packs, where they
-    are newer than all that are whole, and steps whose folder is a symbolic link: they are another
-    run's, which may lose them any time. `now` is the time by the store's clock.
+    kept: it may be rebuilt, and what it names is unknown. So are damaged ones that this process
+    went past, steps that miss packs, where they are newer than all whole ones, and links: they are
+    another run's, which may lose them any time. `now` is the time by the store's clock.
     """
     if not grace >= 0:  # neither is NaN
         hint = "pass seconds: 3600 for an hour, 0 to delete whatever the age"
@@ -325,6 +325,7 @@ def plan_prune(
     readable = {step: save for step, save in saves.items() if save is not None}
     older = sorted(step for step in readable if up_to is None or step <= up_to)
     if not retention.is_all:
+        older = [step for step in older if not is_replaceable(StepFolder(store, folders[step]))]
         while older and not is_whole(StepFolder(store, folders[older[-1]])):
             older.pop()
     kept = retention.kept(older).union(readable.keys() - older)

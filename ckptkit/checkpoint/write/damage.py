@@ -59,7 +59,7 @@ def mark_replaceable(damaged: Iterable[Damage], loaded: StepFolder) -> None:
 
 def is_replaceable(folder: StepFolder) -> bool:
     """Whether the step is still the damaged one that a load went past: a later save stays."""
-    place = _place(folder)
+    place = _place(folder) if REPLACEABLE else ""
     return place in REPLACEABLE and stamp(folder) == REPLACEABLE[place]
 
 
