@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import re
 import selectors
 import signal
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 Show = Callable[[str, str], None]
@@ -23,6 +27,7 @@ GRACE = 5.0
 _TRACEBACK = "Traceback (most recent call last):"
 _OF_TORCH = re.compile(r"^\[rank\d+\]: ?")  # torch's own prefix, once it knows the rank
 _LONGEST = 2**20  # of a line that never ends
+_AT_ONCE = 65536  # bytes
 _TURN = 0.05
 _LAST_LINES = 2.0  # seconds
 
@@ -195,12 +200,17 @@ class Streams:
             raise self._problem
 
     def close(self) -> None:
-        """Hand over all there is, and stop reading; raises what went wrong."""
-        self.drain()
+        """Hand over all there is, however long that takes whoever reads it, and stop reading;
+        raises what went wrong.
+        """
         self._ending.set()
         self._thread.join()
         with self._lock:
             for key in list(self._selector.get_map().values()):
+                # Not to its end: what a rank has left behind may print for ever.
+                left = _waiting(key.fd)
+                while left > 0 and (count := self._read(key, min(left, _AT_ONCE))):
+                    left -= count
                 self._end(key)
             self._selector.close()
         self.check()
@@ -211,22 +221,23 @@ class Streams:
             with self._lock:
                 found = self._selector.select(0) if self._selector.get_map() else []
                 for key, _ in found:
-                    try:
-                        data = os.read(key.fd, 65536)
-                    except BlockingIOError:
-                        continue
-                    if not data:
-                        self._end(key)
-                        continue
-                    *lines, rest = (self._rest[key.fd] + data).split(b"\n")
-                    if len(rest) > _LONGEST:
-                        lines, rest = [*lines, rest], b""
-                    self._rest[key.fd] = rest
-                    for line in lines:
-                        self._hand_over(key, line)
+                    with suppress(BlockingIOError):
+                        if not self._read(key, _AT_ONCE):
+                            self._end(key)
             ready = bool(found)
             if not ready:
                 self._idle.set()
+
+    def _read(self, key: selectors.SelectorKey, most: int) -> int:
+        """Hand over the lines of one read; returns how many bytes came, none at the end."""
+        data = os.read(key.fd, most)
+        *lines, rest = (self._rest[key.fd] + data).split(b"\n")
+        if len(rest) > _LONGEST:
+            lines, rest = [*lines, rest], b""
+        self._rest[key.fd] = rest
+        for line in lines:
+            self._hand_over(key, line)
+        return len(data)
 
     def _end(self, key: selectors.SelectorKey) -> None:
         self._selector.unregister(key.fd)
@@ -243,3 +254,10 @@ class Streams:
                 key.data(text)
             except Exception as error:  # noqa: BLE001 - raised by the thread that asks
                 self._problem = error
+
+
+def _waiting(fd: int) -> int:
+    """The bytes that are in a pipe, and not read yet."""
+    count = bytearray(4)  # a C int
+    fcntl.ioctl(fd, termios.FIONREAD, count)
+    return int.from_bytes(count, sys.byteorder)

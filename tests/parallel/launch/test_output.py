@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -211,3 +214,41 @@ def test_a_line_that_cannot_be_shown_is_an_error_and_leaves_nobody_waiting() -> 
     os.close(writing)
     with pytest.raises(OSError, match="one"):
         streams.close()
+
+
+def test_all_that_was_printed_is_shown_however_slow_that_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine the last lines were lost."""
+    monkeypatch.setattr(output, "_LAST_LINES", 0.001)
+    found: list[str] = []
+
+    def slowly(line: str) -> None:
+        time.sleep(0.001)
+        found.append(line)
+
+    streams = Streams()
+    reading, writing = os.pipe()
+    printed = list(map(str, range(1000)))
+    os.write(writing, "\n".join(printed).encode())
+    streams.add(reading, slowly)
+    os.close(writing)
+    streams.close()
+    assert found == printed
+
+
+def test_nobody_waits_for_what_prints_for_ever() -> None:
+    streams = Streams()
+    reading, writing = os.pipe()
+    streams.add(reading, lambda _: None)
+
+    def print_for_ever() -> None:
+        with suppress(BrokenPipeError):
+            while True:
+                os.write(writing, b"more\n")
+
+    left_behind = threading.Thread(target=print_for_ever)
+    left_behind.start()
+    streams.close()
+    left_behind.join()
+    os.close(writing)
