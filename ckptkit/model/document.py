@@ -67,7 +67,7 @@ _SIZES: dict[str, int] = {
 _QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
 
 
-def parse_size(what: object, *, least: int = 1) -> int:
+def parse_size(what: int | str) -> int:
     """The bytes of a number, or of a text such as 4096, 512MiB or 1.5 GB."""
     if isinstance(what, int) and not isinstance(what, bool):
         size = what
@@ -77,7 +77,7 @@ def parse_size(what: object, *, least: int = 1) -> int:
         if match is None or unit is None:
             raise UsageError("no size", value=what, hint="write 4096, 512MiB or 1.5GB")
         size = round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if size < least:
+    if size < 1:
         raise UsageError("less than one byte", value=what, hint="write 512MiB or 1.5GB")
     return size
 
