@@ -205,7 +205,12 @@ def pattern_list(patterns: Iterable[str], keyword: str) -> tuple[str, ...]:
             value=patterns,
             hint=f"write {keyword}=({patterns!r},)",
         )
-    return tuple(patterns)
+    said: object = patterns
+    given: tuple[object, ...] = tuple(said) if isinstance(said, Iterable) else (said,)
+    found = tuple(pattern for pattern in given if isinstance(pattern, str))
+    if found != given:
+        raise UsageError(f"{keyword} takes patterns of names, which are text", value=patterns)
+    return found
 
 
 def check_named(values: object, keyword: str) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.ranks import Ranks
-from ckptkit.errors import InvalidNameError, UsageError
+from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import ALIKE, DATA_RANK, WRAPPED, join
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.entries import (
@@ -402,8 +402,12 @@ class Collector:
                 parameter = entry.parameter
                 of = join("model", parameter)
                 along = self._alike_along.get(of, self._topology.replicas)
+            key: object = entry.key
+            if not isinstance(key, str):
+                problem = "optimizers keep state under names, which are text"
+                raise UnsupportedTypeError(problem, where=of, value=key)
             if isinstance(entry.value, torch.Tensor):
-                name = join("optimizer", parameter, entry.key)
+                name = join("optimizer", parameter, key)
                 said = self._said(name, entry)
                 self._add(name, entry.value, "optimizer", said=said, alike_along=along, of=of)
 

@@ -219,6 +219,9 @@ def test_only_groups_that_there_are_can_be_skipped(tmp_path: Path) -> None:
         load(tmp_path, dataloader=Loader(), state={"mine": {}}, skip=["datalaoder"])
     with pytest.raises(ckptkit.errors.UsageError, match="not one text"):
         load(tmp_path, dataloader=Loader(), skip="dataloader")
+    for wrong in (3, [None]):
+        with pytest.raises(ckptkit.errors.UsageError, match="skip takes patterns"):
+            load(tmp_path, dataloader=Loader(), skip=wrong)  # type: ignore[arg-type]
     loader, mine = Loader(), {"x": 0}
     load(tmp_path, dataloader=loader, state={"mine": mine}, skip=["mi*"])
     assert (loader.at, mine) == (3, {"x": 0})

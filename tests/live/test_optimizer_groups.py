@@ -177,6 +177,18 @@ def test_state_of_no_parameter_is_refused_rather_than_lost(tmp_path: Path) -> No
     assert train(again, other, range(2, 4)) == train(model, optimizer, range(2, 4))
 
 
+@pytest.mark.parametrize("value", [torch.ones(2), 5])
+def test_state_without_a_name_is_refused(tmp_path: Path, value: object) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.25)
+    state: dict[Any, Any] = optimizer.state[model.first.weight]
+    state[3] = value
+    with pytest.raises(
+        UnsupportedTypeError, match=r"first\.weight: .*names, which are text \(got 3"
+    ):
+        save(tmp_path, step=1, model=model, optimizer=optimizer)
+
+
 def test_groups_that_are_split_otherwise_take_the_options_of_their_parameters(
     tmp_path: Path,
 ) -> None:

@@ -80,6 +80,8 @@ class AsynchronousSGD:
                 raise UsageError("a number of steps", where="staleness", value=staleness)
             names = parameter_names(Model(model).entries())
             self._parameters = {name: p for p, name in names.items() if p.requires_grad}
+            if not self._parameters:
+                raise UsageError("the model has no parameter to train", value=type(model).__name__)
             sizes = {name: p.nbytes for name, p in self._parameters.items()}
             of = _ranks("servers", servers, world)
             self._shares: dict[int, list[str]] = {server: [] for server in of}
@@ -142,9 +144,7 @@ class AsynchronousSGD:
     def state_dict(self) -> dict[str, Any]:
         """What the optimizers of all servers keep and the steps of all workers, as of `meet`."""
         if self._met is None:
-            raise UsageError(
-                "each worker is at another step", hint="call meet() on all ranks before saving"
-            )
+            raise UsageError("each worker is at another step", hint="call meet() on all ranks")
         return self._met
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -394,6 +394,11 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         AsynchronousSGD(network(), SGD, **wrong)
 
 
+def test_a_model_that_nothing_trains_is_refused() -> None:
+    with pytest.raises(UsageError, match="no parameter to train"):
+        AsynchronousSGD(network().requires_grad_(False), SGD)
+
+
 def test_an_optimizer_of_several_groups_is_refused() -> None:
     with pytest.raises(UsageError, match="one group of parameters"):
         AsynchronousSGD(network(), lambda each: SGD([{"params": [p]} for p in each]))
