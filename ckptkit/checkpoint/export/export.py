@@ -113,10 +113,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     own = storage_options if source_options is None else source_options
     place, is_file = open_store(out, storage_options or {}), to_format not in _FOLDERS
     config = None if beside is None else store_at(beside, own)
-    said: Any = {}
-    if config is not None and CONFIG in config.children(""):
-        said = parsed(config.read_whole(CONFIG, _MOST_BESIDE), f"{config.location}/{CONFIG}")
-        said = said if isinstance(said, dict) else {}
+    said = _config_in(config)
     before = resident_bytes()
     with open_checkpoint(src, storage_options=own) as checkpoint:
         selection = replace(selection or Selection(), optimizer=optimizer)
@@ -170,15 +167,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
                 if not finished.note:
                     keys.append(file.key)
             checkpoint.check_unchanged()
-            for key, data in new.closing:
-                keys.append(key)
-                try:
-                    # Where there are no folders, it makes a model of the files: the first one
-                    # counts.
-                    store.put(key, data, exclusive=not finished.is_resumed)
-                except AlreadyExistsError:
-                    keys.remove(key)  # it is somebody else's
-                    raise
+            _close(store, new, keys, exclusive=not finished.is_resumed)
             finished.forget()
         return Exported(
             str(place.location),
@@ -189,6 +178,27 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             tuple(resumed),
             tuple((name, tensor.name) for tensor in tensors for name in tensor.tied),
         )
+
+
+def _config_in(folder: Store | None) -> Mapping[str, Any]:
+    """What the config of a model says; nothing where there is none."""
+    if folder is None or CONFIG not in folder.children(""):
+        return {}
+    said = parsed(folder.read_whole(CONFIG, _MOST_BESIDE), f"{folder.location}/{CONFIG}")
+    return said if isinstance(said, dict) else {}
+
+
+def _close(store: Store, new: NewFiles, keys: list[str], *, exclusive: bool) -> None:
+    """Write what makes a model of the files, and note it among the keys of this export. Where there
+    are no folders two exports may end in one place: the first one counts.
+    """
+    for key, data in new.closing:
+        keys.append(key)
+        try:
+            store.put(key, data, exclusive=exclusive)
+        except AlreadyExistsError:
+            keys.remove(key)  # it is somebody else's
+            raise
 
 
 def _check_format(to_format: str, *, beside: Place | None, optimizer: bool) -> None:
