@@ -33,6 +33,7 @@ from ckptkit.live.resume import (
     resume,
     saved_arrays,
     saved_documents,
+    torn_options,
     trained_by,
     twins_of,
     untied,
@@ -227,6 +228,7 @@ def compare(
     if len(saved) == len(training.optimizers) == 1 and not saved[0]["kind"]:
         # Another program wrote it, which did not say the class.
         saved = [{**saved[0], "kind": training.optimizers[0].kind}]
+    report.missing += torn_options(documents, saved)
     kept = saved_arrays(checkpoint)
     parameters = [
         (split(held.name)[1], held.shape, held.local.dtype)

@@ -26,6 +26,7 @@ from ckptkit.live.state.ranks import Documents
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors
 from ckptkit.live.wrappers import Training
+from ckptkit.live.wrappers.optimizers import options_alike
 
 _COMPARE_MEMORY = 64 << 20
 
@@ -56,6 +57,18 @@ def trained_by(documents: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str,
     """The parameters of some optimizers, with the options of their groups."""
     groups = [group for document in documents for group in document["groups"]]
     return {name: group["options"] for group in groups for name in group["params"]}
+
+
+def torn_options(documents: Documents, saved: Documents) -> list[str]:
+    """The options of groups here that the step has several of, as it has more groups."""
+    found = []
+    for document in documents:
+        there = trained_by(each for each in saved if each["kind"] == document["kind"])
+        for group in document["groups"]:
+            _, apart = options_alike(group["params"], there)
+            which = f"for the group of {''.join(group['params'][:1])}, which was several groups"
+            found += [f"{OPTIMIZER}: one {key} {which}" for key in apart if key in group["options"]]
+    return found
 
 
 def saved_documents(objects: Mapping[str, ObjectInfo]) -> Documents:

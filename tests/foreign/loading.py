@@ -83,8 +83,8 @@ def differing(place: str, arrays: Arrays) -> list[str]:
             parameter, _, key = rest.partition("/")
             states.setdefault(parameter, {})[key] = tensor
     # What belongs to neither is in no job of torch's.
-    groups = ("model/", "optimizer/") if has_optimizer else ("model/",)
-    asked = [name for name in wanted if name.startswith(groups)]
+    known = ("model/", "optimizer/") if has_optimizer else ("model/",)
+    asked = [name for name in wanted if name.startswith(known)]
     found: list[str] = []
     for spread in ("fsdp", "tp"):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(spread,))
@@ -94,8 +94,11 @@ def differing(place: str, arrays: Arrays) -> list[str]:
         else:
             cut_last_dim(module, mesh)
         named = dict(module.named_parameters(remove_duplicate=False))
-        stepped = [named[name] for name in states]
-        optimizer = torch.optim.AdamW(stepped) if stepped else None
+        # One group would have one weight decay for all.
+        groups = [g["params"] for each in documents for g in each["groups"]]
+        stepped = [[named[name] for name in group if name in states] for group in groups]
+        stepped = [group for group in stepped if group]
+        optimizer = torch.optim.AdamW([{"params": g} for g in stepped]) if stepped else None
         load(place, model=module, optimizer=optimizer)
         have = {f"model/{name}": tensor for name, tensor in module.state_dict().items()}
         for name in states:

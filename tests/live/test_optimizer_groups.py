@@ -206,6 +206,27 @@ def test_groups_that_are_split_otherwise_take_the_options_of_their_parameters(
     assert states(model, two_rates) == states(model, one_rate)
 
 
+def test_groups_that_become_one_are_refused_where_their_options_differ(tmp_path: Path) -> None:
+    """All got the options of the first parameter."""
+    model = net()
+    # What only other programs call their groups by counts for nothing here.
+    two_rates = SGD([{"params": model.first.parameters(), "name": "1"}], lr=0.25, momentum=0.9)
+    two_rates.add_param_group({"params": model.second.parameters(), "lr": 0.5, "name": "2"})
+    train(model, two_rates, range(1))
+    save(tmp_path, step=1, model=model, optimizer=two_rates)
+    again = net(1)
+    one_rate = SGD([*again.first.parameters(), *again.second.parameters()], lr=0.125)
+    torn = "optimizer: one lr for the group of first.weight, which was several groups"
+    with pytest.raises(StateMismatchError, match=f"missing: {torn}"):
+        load(tmp_path, model=again, optimizer=one_rate)
+    assert not one_rate.state
+    restored = load(tmp_path, model=again, optimizer=one_rate, partial=True)
+    assert restored.report.missing == [torn]
+    # What both groups had alike is taken over.
+    assert [one_rate.param_groups[0][key] for key in ("lr", "momentum")] == [0.125, 0.9]
+    assert states(again, one_rate) == states(model, two_rates)
+
+
 def test_rates_and_betas_may_be_tensors_of_one_element(tmp_path: Path) -> None:
     def made(rate: float, betas: tuple[float, float]) -> tuple[Net, AdamW, list[torch.Tensor]]:
         model, first, second = net(), *map(torch.tensor, betas)

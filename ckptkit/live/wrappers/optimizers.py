@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -160,8 +160,8 @@ class PlainOptimizer:
                 if not arrays_in(value, key):  # those were made with their tensors
                     self.state[parameter][key] = put_tensors(value, no_tensor, key)
         for group in self._optimizer.param_groups:
-            known = (options[n] for n in self.names_of(names, group["params"]) if n in options)
-            for key, value in next(known, {}).items():
+            alike, _ = options_alike(self.names_of(names, group["params"]), options)
+            for key, value in alike.items():
                 group[key] = _taken(group.get(key), value)
             if group.get("capturable") or group.get("fused"):
                 # These count steps on the device, which the optimizer here may not have done.
@@ -248,6 +248,19 @@ class PlainOptimizer:
             for each in _saved_in(item)
             if key not in state
         )
+
+
+def options_alike(
+    parameters: Iterable[str], saved: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """The options that all of these parameters were saved with, and the names of those that some
+    had otherwise: they were in several groups then.
+    """
+    alike: dict[str, Any] = {}
+    apart: list[str] = []
+    for options in {id(each): each for name in parameters if (each := saved.get(name))}.values():
+        apart += [key for key, value in options.items() if alike.setdefault(key, value) != value]
+    return {key: value for key, value in alike.items() if key not in apart}, apart
 
 
 def _plain(option: Any) -> Any:
