@@ -27,6 +27,7 @@ from ckptkit.format.names import (
     ancestors,
     check_used,
     escape,
+    in_group,
     inner_name,
     matches,
     pattern_list,
@@ -328,6 +329,19 @@ def _chosen_objects(
         if chosen.is_cast or chosen.rows
         for _, source in chosen.origins
     }
+    # What arrays make together goes over if they do, and other objects refer to it as to an array.
+    records = in_group(WRAPPED, {item.name: item.value for item in objects})
+    targets = dict(choice.targets)
+    for name in records:
+        parts = _parts_of(name, records)
+        if cast.intersection(parts):
+            raise UsageError(
+                "a part of a tensor that is made of several cannot be cast or changed", where=name
+            )
+        pairs = [(new, part) for part in parts for new in choice.targets.get(part, ())]
+        if pairs:
+            called = {new.removesuffix(part.removeprefix(name)) for new, part in pairs}
+            targets[name] = tuple(sorted(called))
     is_as_before = not choice.left_out and all(old == new for old, new in choice.names.items())
     found = []
     for item in objects:
@@ -337,32 +351,33 @@ def _chosen_objects(
         # What some ranks have of their own lies in a map that says whose it is.
         is_own = group == OWN and isinstance(item.value, dict)
         told = item.value.get("value") if is_own else item.value
-        if not is_as_before and _is_gone(told, choice.targets):
+        if not is_as_before and _is_gone(told, targets):
             continue
         if group == ALIKE and rest in cast | choice.left_out:
             continue
         if group == WRAPPED:
-            # What arrays make together goes over if they do.
-            parts = item.value.get("inner") if isinstance(item.value, dict) else None
-            ends = [f"%2F{escape(str(part))}" for part in parts] if isinstance(parts, list) else []
-            if cast.intersection(rest + end for end in ends):
-                raise UsageError(
-                    "a part of a tensor that is made of several cannot be cast or changed",
-                    where=rest,
-                )
-            there = [end for end in ends if rest + end in choice.names]
-            new = {choice.names[rest + end].removesuffix(end) for end in there}
-            found += [ObjectInfo(f"{WRAPPED}/{n}", item.semantics, item.value) for n in sorted(new)]
+            new = sorted(targets.get(rest, ()))
+            found += [ObjectInfo(f"{WRAPPED}/{n}", item.semantics, item.value) for n in new]
             continue
         name = f"{group}/{choice.names.get(rest, rest)}" if group == ALIKE else item.name
         value = item.value
         if not is_as_before:
             if item.name == OPTIMIZER and item.semantics == "replicated":
-                value = _optimizers(value, choice.targets)
+                value = _optimizers(value, targets)
             # What optimizers keep besides refers to arrays too.
-            value = _pointing(value, choice.targets)
+            value = _pointing(value, targets)
         found.append(ObjectInfo(name, item.semantics, value, item.ranks))
     return tuple(found)
+
+
+def _parts_of(name: str, records: Mapping[str, Any]) -> list[str]:
+    """The arrays that make the tensor of a record, whose parts may be made of several too."""
+    value = records.get(name)
+    inner = value.get("inner") if isinstance(value, dict) else None
+    if not isinstance(inner, list):
+        return [name]
+    parts = [f"{name}%2F{escape(str(part))}" for part in dict.fromkeys(map(str, inner))]
+    return [each for part in parts for each in _parts_of(part, records)]
 
 
 def _optimizers(value: Any, targets: Mapping[str, Sequence[str]]) -> Any:

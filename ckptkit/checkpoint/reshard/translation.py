@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -330,9 +331,16 @@ def _state(name: str, role: str) -> tuple[str, ...]:
 def with_inner(name: str, role: str, inner: str) -> str:
     """The name of an array that is called otherwise inside of its group."""
     nodes = split(name)
-    group = nodes[:1] if len(nodes) > 1 else ()
+    group, state = nodes[:1] if len(nodes) > 1 else (), _state(name, role)
+    own, slashes = nodes[len(group) : len(nodes) - len(state)], inner.count("/")
+    if slashes == "/".join(own).count("/"):
+        # As many as before: one that was inside of a node, as of a part of a tensor, stays there.
+        pieces = iter(inner.split("/"))
+        new = ["/".join(islice(pieces, node.count("/") + 1)) for node in own]
+    else:
+        new = inner.split("/")
     try:
-        return join(*group, *inner.split("/"), *_state(name, role))
+        return join(*group, *new, *state)
     except InvalidNameError as error:
         error.where = f"{name}, renamed"
         raise

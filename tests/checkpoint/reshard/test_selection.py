@@ -58,6 +58,33 @@ def test_names_change_inside_of_their_groups() -> None:
         assert "model/layers.1.up" not in checkpoint
 
 
+def test_a_tensor_that_is_made_of_others_goes_over_as_one_does() -> None:
+    store, destination = MemoryStore(), MemoryStore()
+    with Writer(store, step=3) as writer:
+        for part in ("data%2Flow", "data%2Fhigh", "scale"):
+            writer.add(f"model/a.w%2F{part}", np.ones(4, np.float32), role="param")
+        writer.add("model/gone", np.ones(4, np.float32), role="buffer")
+        # Of its parts one is made of others too.
+        writer.add_object("wrapped/model/a.w", {"inner": ["data", "scale"]})
+        writer.add_object("wrapped/model/a.w%2Fdata", {"inner": ["low", "high"]})
+        writer.add_object("best", {"ckptkit.array": "model/a.w"})
+        groups = [{"params": ["a.w"], "options": {}}]
+        writer.add_object("optimizer", [{"kind": "SGD", "groups": groups, "values": {"a.w": 1}}])
+    selection = Selection(exclude=("gone",), rename=((r"^a\.", "b."),))
+    ckptkit.reshard(store, destination, to="single", selection=selection)
+    assert names(destination) == {
+        f"model/b.w%2F{n}" for n in ("data%2Flow", "data%2Fhigh", "scale")
+    }
+    groups = [{"params": ["b.w"], "options": {}}]
+    with ckptkit.open(destination) as checkpoint:
+        assert checkpoint.objects == {
+            "wrapped/model/b.w": {"inner": ["data", "scale"]},
+            "wrapped/model/b.w%2Fdata": {"inner": ["low", "high"]},
+            "best": {"ckptkit.array": "model/b.w"},
+            "optimizer": [{"kind": "SGD", "groups": groups, "values": {"b.w": 1}}],
+        }
+
+
 def test_rules_are_found_by_the_new_names() -> None:
     store, destination = MemoryStore(), MemoryStore()
     with Writer(store, step=3) as writer:
