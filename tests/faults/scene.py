@@ -203,3 +203,23 @@ def finished(do: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return value  # type: ignore[return-value]
+
+
+def error_of(do: Callable[[], object]) -> CkptkitError | None:
+    """The error that `do` ends in, if any."""
+    try:
+        finished(do)
+    except CkptkitError as error:
+        return error
+    return None
+
+
+def at_fault(proxy: Proxy, do: Callable[[], T]) -> T:
+    """What `do` returns when it meets a fault. On a busy machine nothing may be in time, so that it
+    ends before it comes to that: then it is called again.
+    """
+    for _ in range(9):
+        found = do()
+        if proxy.met:
+            return found
+    raise AssertionError("it never came to the fault")

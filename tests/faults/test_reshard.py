@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 import ckptkit
-from ckptkit.errors import CkptkitError
 from ckptkit.storage import Store
 from tests.checkpoint.saving import Tensor, random_values, small_state
 from tests.faults.scene import (
@@ -22,7 +21,9 @@ from tests.faults.scene import (
     all_and_some,
     assert_clear,
     assert_whole,
+    at_fault,
     cases,
+    error_of,
     finished,
     save,
     side_by_side,
@@ -123,12 +124,9 @@ def _attempt(moto: Moto, source: Scene, name: str) -> None:
         through = replace(target, name=source.name).store()
         target.connect()
         UNSURE[name].make(proxy)
-        try:
-            finished(lambda: reshard(through, target.store()))
-            assert proxy.met
-        except CkptkitError as error:
+        error = at_fault(proxy, lambda: error_of(lambda: reshard(through, target.store())))
+        if error is not None:
             assert_clear(error)
-            assert proxy.met
             target.assert_steps({}, {2: STATE})
             proxy.forgive()
             _reshard_again(source.direct(), replace(target, pace=PATIENT))

@@ -14,6 +14,7 @@ from tests.faults.scene import (
     NEXT,
     Scene,
     all_and_some,
+    at_fault,
     cases,
     save,
     scene_of,
@@ -162,8 +163,7 @@ def survive(scene: Scene, trouble: Trouble, state: State) -> None:
 
 def be_whole_or_absent(scene: Scene, trouble: Trouble, state: State) -> None:
     trouble.make(scene.proxy)
-    errors = scene.save(state)
-    assert scene.proxy.met
+    errors = at_fault(scene.proxy, lambda: scene.save(state))
     scene.assert_steps({1: FIRST} if errors else {1: FIRST, 2: state}, {2: state})
     scene.proxy.forgive()
     # Whatever is left does not stand in the way of trying again.
