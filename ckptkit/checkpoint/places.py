@@ -290,6 +290,16 @@ def holds_step(folder: StepFolder, names: Collection[str]) -> bool:
     return is_own and not saves
 
 
+def refuse_step(store: Store) -> None:
+    """Raise UsageError where the place of a run is a committed step."""
+    if manifest_size(StepFolder(store)):
+        raise UsageError(
+            "a step, where a run is wanted",
+            where=str(store.location),
+            hint="a run is the folder that its steps are in; ckptkit.live.load takes a step too",
+        )
+
+
 def step_folders(store: Store) -> dict[int, str]:
     """The folders of all steps of a run by number, committed or not."""
     return _numbered(store.children(""))

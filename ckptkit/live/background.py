@@ -26,7 +26,9 @@ from ckptkit.checkpoint.places import (
     Place,
     StepFolder,
     newest_first,
+    refuse_step,
     step_name,
+    step_number,
     steps_to_keep,
     store_at,
 )
@@ -93,6 +95,11 @@ class Tiers:
 
     def meet(self, ranks: Ranks) -> tuple[int, bytes] | None:
         """Before a save or a load: the number of the last round that failed on rank 0, and why."""
+        if self._is_first:
+            for store in (self._remote, self.written):
+                # By the name first, as to look at each run is a request.
+                if step_number(store.location.name) is not None:
+                    refuse_step(store)
         if self._mirror is None:
             return None
         if not self._has_looked:
@@ -135,14 +142,18 @@ class Tiers:
 
     def candidates(self, step: int | None, *, fallback: bool) -> list[tuple[int, str]]:
         """On rank 0: which steps to load from, best first, and from where."""
-        if self._mirror is not None:
-            return self._mirror.candidates(step, fallback=fallback)
         run = Run(self._remote)
-        if step is None and not fallback:  # all steps of a long run are many requests
+        if self._mirror is not None:
+            found = self._mirror.candidates(step, fallback=fallback)
+        elif step is None and not fallback:  # all steps of a long run are many requests
             newest = run.latest()
-            return [] if newest is None else [(newest, REMOTE)]
-        steps = newest_first(run.steps() if fallback else [], step)
-        return [(number, REMOTE) for number in steps]
+            found = [] if newest is None else [(newest, REMOTE)]
+        else:
+            steps = newest_first(run.steps() if fallback else [], step)
+            found = [(number, REMOTE) for number in steps]
+        if not found:
+            refuse_step(self._remote)  # a copy of one has another name
+        return found
 
     def mark_replaceable(self, damaged: Sequence[Damage], loaded: StepFolder) -> None:
         """A load took this step, as these are damaged: see `damage.mark_replaceable`."""

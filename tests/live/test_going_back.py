@@ -130,6 +130,24 @@ def test_an_option_of_no_sense_is_refused_at_once(
         Checkpointer(tmp_path, **options)
 
 
+@pytest.mark.parametrize("local", [None, "local"])
+def test_a_step_is_not_taken_for_a_run_without_steps(local: str | None, tmp_path: Path) -> None:
+    """The training began anew, and saved into the step."""
+    model, step = nn.Linear(2, 2), Path(save(tmp_path / "run", step=3, model=nn.Linear(2, 2)))
+    copy = shutil.copytree(step, tmp_path / "best")
+    near = local and tmp_path / local
+    for place in (step, copy):
+        with Checkpointer(place, local=near) as ckpt, pytest.raises(UsageError, match="a step, wh"):
+            ckpt.restore(model=model)
+    with Checkpointer(step, local=near) as ckpt, pytest.raises(UsageError, match="a step, wh"):
+        ckpt.save(4, model=model)
+    # A run may have such a name.
+    with Checkpointer(tmp_path / "runs" / step.name, local=near and near / "other") as ckpt:
+        assert ckpt.restore(model=model) is None
+        ckpt.save(4, model=model)
+        assert ckpt.restore(model=model) is not None
+
+
 def test_sizes_and_times_may_be_written_as_people_do(tmp_path: Path) -> None:
     minute = timedelta(minutes=1)
     with Checkpointer(tmp_path, chunk_bytes="1MiB", timeout=minute) as checkpointer:
