@@ -100,11 +100,17 @@ class Tiers:
                 # By the name first, as to look at each run is a request.
                 if step_number(store.location.name) is not None:
                     refuse_step(store)
+        if not self._has_looked:
+            if ranks.share(lambda: self._mirror is not None) != (self._mirror is not None):
+                raise UsageError(
+                    f"`local` is passed on rank {ranks.rank} or on rank 0, not on both",
+                    hint="pass it on all ranks, or on none: it is one folder that all of them see",
+                )
+            if self._mirror is not None:
+                self._mirror.look(ranks)
+            self._has_looked = True
         if self._mirror is None:
             return None
-        if not self._has_looked:
-            self._mirror.look(ranks)
-            self._has_looked = True
         failure = self._copies.newest_failure()
         told = (failure[0], Failure.of(0, failure[1]).said()) if failure else None
         found: tuple[int, bytes] | None = ranks.share(lambda: told)

@@ -231,6 +231,34 @@ def test_all_ranks_learn_that_the_run_cannot_be_listed(gloo: Pool, tmp_path: Pat
     assert "because of rank 0: StorageError: cannot list" in second
 
 
+def call_unlike(location: str, local: str | None, rank: int) -> list[str]:
+    """One rank has a local folder, or another place."""
+    mine = dist.get_rank() == rank
+    place = location if local or mine else f"{location}-2"
+    near, told = local if mine else None, []
+    for call in ("restore", "save"):
+        with Checkpointer(place, local=near, timeout=30) as checkpointer:
+            try:
+                how = {"step": 1} if call == "save" else {}
+                getattr(checkpointer, call)(model=model(1), **how)
+            except CkptkitError as error:
+                told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_local_folder_of_some_ranks_is_refused(gloo: Pool, tmp_path: Path, rank: int) -> None:
+    for told in gloo.run(2, call_unlike, str(tmp_path / "run"), str(tmp_path / "near"), rank):
+        assert [("`local` is passed on rank 1" in message) for message in told] == [True, True]
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def test_ranks_that_save_to_different_places_are_told_that(gloo: Pool, tmp_path: Path) -> None:
+    for told in gloo.run(2, call_unlike, str(tmp_path / "run"), None, 0):
+        assert "not all ranks save to this place" in told[-1]
+    assert Run(tmp_path / "run").steps() == []
+
+
 def lose_the_store() -> str:
     rank = dist.get_rank()
     if rank == 0:

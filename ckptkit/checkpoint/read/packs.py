@@ -233,7 +233,9 @@ def read_record(
         tail = store.read(key, size - length, length)
     except NotFoundError as error:
         raise CorruptionError(
-            "the pack is missing", where=where, hint="a file of the step was moved or deleted"
+            "the pack is missing",
+            where=where,
+            hint="a file of the step was moved or deleted, or not all ranks save to this place",
         ) from error
     entry = find_record(tail[-_TAIL:], size, where)
     begin = entry.offset - (size - length)
