@@ -300,6 +300,22 @@ def refuse_step(store: Store) -> None:
         )
 
 
+def refuse_inside_step(store: Store) -> None:
+    """Raise UsageError where a place lies in the folder of a step, which is deleted as a whole."""
+    place, above = store.location, store.location.parent
+    while above != place:
+        # By the name first, as each look may be a request.
+        if step_number(above.name) is not None:
+            step = open_store(replace(store.address, location=above))
+            if manifest_size(StepFolder(step)):
+                raise UsageError(
+                    "the place lies in the folder of a step, and would be deleted with it",
+                    where=str(store.location),
+                    hint="name a place beside the run",
+                )
+        place, above = above, above.parent
+
+
 def step_folders(store: Store) -> dict[int, str]:
     """The folders of all steps of a run by number, committed or not."""
     return _numbered(store.children(""))

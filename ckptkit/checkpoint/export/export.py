@@ -29,7 +29,7 @@ from ckptkit.checkpoint.export.formats import (
     safetensors_file,
     torch_file,
 )
-from ckptkit.checkpoint.places import Place, check_room, store_at
+from ckptkit.checkpoint.places import Place, check_room, refuse_inside_step, store_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY
 from ckptkit.checkpoint.reshard.copy import ChunkCopier, check_huge_chunks
@@ -112,6 +112,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     _check_format(to_format, beside=beside, optimizer=optimizer)
     own = storage_options if source_options is None else source_options
     place, is_file = open_store(out, storage_options or {}), to_format not in _FOLDERS
+    refuse_inside_step(place)
     config = None if beside is None else store_at(beside, own)
     said = _config_in(config)
     before = resident_bytes()

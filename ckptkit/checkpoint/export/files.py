@@ -21,7 +21,7 @@ import numpy as np
 from isal import isal_zlib
 
 from ckptkit.checkpoint.export.formats import Checked, NewFile
-from ckptkit.checkpoint.places import crc_of, stored_size
+from ckptkit.checkpoint.places import crc_of, refuse_inside_step, stored_size
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY, bands
 from ckptkit.checkpoint.reshard.copy import ChunkCopier
@@ -70,6 +70,7 @@ def unpack(
             value=str(folder),
             hint="unpack into a folder, and copy that; `Checkpoint.zarr` reads without unpacking",
         )
+    refuse_inside_step(open_store(place))
     infos = [array.info for array in checkpoint.arrays.values()]
     sizes = (presented_grid(info).chunk_elements * info.dtype.itemsize for info in infos)
     largest = max((1, *sizes))

@@ -18,6 +18,7 @@ from ckptkit.checkpoint.places import (
     StepFolder,
     check_room,
     holds_step,
+    refuse_inside_step,
     step_name,
     step_number,
     stores_at,
@@ -328,6 +329,7 @@ def _is_there(
             where=str(store.location),
             hint="pass the folder of a run: the step gets its own folder in it",
         )
+    refuse_inside_step(store)
     there = committed_save_id(folder)
     if there == target.save.save_id and not overwrite:
         if not is_whole(folder):

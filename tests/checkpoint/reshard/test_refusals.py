@@ -76,6 +76,24 @@ def test_a_step_is_not_put_into_a_step(tmp_path: Path) -> None:
             reshard(tmp_path, destination, "tp:4")
 
 
+def test_nothing_is_written_into_the_folder_of_a_step_which_is_deleted_whole(
+    tmp_path: Path,
+) -> None:
+    save_toy(LocalStore(tmp_path), "fsdp:3")
+    place = tmp_path / "step-0000000007" / "other"
+    before = sorted(tmp_path.rglob("*"))
+    for destination in (place, place / "deeper"):
+        with pytest.raises(UsageError, match="would be deleted with it"):
+            reshard(tmp_path, destination, "tp:4")
+        with pytest.raises(UsageError, match="would be deleted with it"):
+            ckptkit.export(tmp_path, destination, to_format="safetensors")
+        with ckptkit.open(tmp_path) as step, pytest.raises(UsageError, match="deleted with it"):
+            ckptkit.unpack(step, destination)
+    assert sorted(tmp_path.rglob("*")) == before
+    # A folder that is only called so is nobody's step.
+    reshard(tmp_path, tmp_path / "new" / "step-0000000001" / "other", "tp:4")
+
+
 def test_there_must_be_something_to_reshard() -> None:
     with pytest.raises(NotFoundError, match="no checkpoint"):
         reshard(MemoryStore(), MemoryStore(), "tp:4")
