@@ -71,10 +71,12 @@ def encode(value: object, path: str = "", depth: int = 0) -> Any:
     if (kind.__module__, kind.__name__) in (("torch", "dtype"), ("torch", "device")):
         instead = "str(x)"
     hint = f"write {instead}; " if instead else ""
+    if any((each.__module__, each.__name__) == ("torch", "Tensor") for each in kind.__mro__):
+        hint = "a Checkpointer takes tensors in state={…}, a Writer by add; "
     raise UnsupportedTypeError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be stored",
         where=path,
-        hint=f"{hint}accepted are {_ACCEPTED}; tensors belong among the arrays",
+        hint=f"{hint}accepted are {_ACCEPTED}",
     )
 
 
