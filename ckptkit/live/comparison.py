@@ -448,6 +448,8 @@ def _refuse(report: Report, checkpoint: Checkpoint, options: LoadOptions) -> Non
             "model's, so nobody knows whose state is which: save it with names (param_names)"
         )
         hints.append(str(checkpoint.details.get("other_shape", unknown)))
+    if any(name.startswith(f"{OPTIMIZER}: one ") for name in bad.missing):
+        hints.append("give the optimizer the groups of parameters that were saved")
     if not replace(bad, cast=[]).is_exact:
         hints.append("partial=True loads what fits and reports the rest")
     if bad.cast:

@@ -217,8 +217,9 @@ def test_groups_that_become_one_are_refused_where_their_options_differ(tmp_path:
     again = net(1)
     one_rate = SGD([*again.first.parameters(), *again.second.parameters()], lr=0.125)
     torn = "optimizer: one lr for the group of first.weight, which was several groups"
-    with pytest.raises(StateMismatchError, match=f"missing: {torn}"):
+    with pytest.raises(StateMismatchError, match=f"missing: {torn}") as refused:
         load(tmp_path, model=again, optimizer=one_rate)
+    assert "give the optimizer the groups of parameters that were saved" in str(refused.value)
     assert not one_rate.state
     restored = load(tmp_path, model=again, optimizer=one_rate, partial=True)
     assert restored.report.missing == [torn]
